@@ -110,12 +110,8 @@ class GenerationRequest:
             f"draft tokens are sampled under rule {self.params.rule}, so the text depends on the draft: "
             "rule gumbel with a seed, or temperature 0, does not"
         )
-        rounded = (
-            "where tokens are nearly equal, rounding decides by the batch: a target with verify "
-            "--batch-invariant does not (one device; between machines of one kind; not for every model)"
-        )
-        is_met = {sampled: self.params.matches_tokens, rounded: self.target.batch_invariant}
-        return "; ".join(why for why, holds in is_met.items() if not holds)
+        reasons = ("" if self.params.matches_tokens else sampled, self.target.why_not_reproducible)
+        return "; ".join(filter(None, reasons))
 
     @property
     def may_teach(self) -> bool:

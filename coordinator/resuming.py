@@ -36,8 +36,11 @@ _MAX_DIGEST_LEN = 64
 
 def context_digest(prompt: Sequence[int], target: ModelInfo) -> str:
     """Of the target, its tokenizer and the prompt: what a generation depends on besides its parameters."""
-    names = (target.name, target.weights_fingerprint, target.tokenizer_fingerprint, target.dtype)
-    model = "\0".join((*names, str(target.vocab_size), "")).encode()
+    names = [target.name, target.weights_fingerprint, target.tokenizer_fingerprint, target.dtype]
+    names.append(str(target.vocab_size))
+    if target.batch_invariant:  # the text is to go on as it would have
+        names.append(f"batch-invariant, {target.num_ranks} ranks")
+    model = "\0".join((*names, "")).encode()
     return hashlib.sha256(model + np.asarray(prompt, "<i8").tobytes()).hexdigest()[:16]
 
 

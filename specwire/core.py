@@ -587,6 +587,7 @@ class ModelInfo:
         host: names the machine that runs it, until that starts again; empty where that is not known.
         devices: names of the accelerators that run it; empty on a CPU.
         num_cores, num_threads: cores that the service may use, and most that a pass on a CPU uses.
+        num_ranks: that the model is spread over; 0 where it is on one device.
     """
 
     name: str
@@ -621,6 +622,18 @@ class ModelInfo:
     devices: tuple[str, ...] = ()
     num_cores: int = 0
     num_threads: int = 0
+    num_ranks: int = 0
+
+    @property
+    def why_not_reproducible(self) -> str:
+        """What lets a target's text differ from one request to the next where tokens are matched, and what
+        does not; empty for nothing."""
+        if self.batch_invariant:
+            return ""
+        return (
+            "where tokens are nearly equal, rounding decides by the batch: a target with verify "
+            "--batch-invariant does not (as many ranks; between machines of one kind; not for every model)"
+        )
 
     def is_beside(self, other: ModelInfo) -> bool:
         """Whether both run on one machine, as far as that is known."""

@@ -82,6 +82,7 @@ examples:
   specwire train-heads --text FILE --out DIR            make heads with which a target drafts for itself
   specwire search-layers --text FILE                    find layers without which a target drafts for itself
   specwire drafts                                       what drafts there are, and what they have brought
+  specwire status                                       what a server does, and whether texts can be repeated
 
 Every flag that names a variable can be set through it; the flag wins. Services, serve, up, demo and http read
 flags from a YAML file too (--config), over which both win.
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train_heads(commands)
     _add_search_layers(commands)
     _add_drafts(commands)
+    _add_status(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
@@ -203,6 +205,11 @@ def _add_search_layers(commands: Any) -> None:
 def _add_drafts(commands: Any) -> None:
     about = "list the kinds of drafts, what they need, and what they have brought on a running coordinator"
     _add_command(commands, "drafts", about, ClientConfig).set_defaults(run=_drafts)
+
+
+def _add_status(commands: Any) -> None:
+    about = "say what a running coordinator serves and does, and whether its texts can be repeated"
+    _add_command(commands, "status", about, ClientConfig).set_defaults(run=_status)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -303,6 +310,13 @@ def _drafts(args: argparse.Namespace) -> int:
     from specwire.cli import drafts
 
     print(drafts.show(read_config(ClientConfig, args, os.environ), colour=sys.stdout.isatty()))
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from specwire.cli import status
+
+    print(status.show(read_config(ClientConfig, args, os.environ)))
     return 0
 
 

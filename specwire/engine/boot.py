@@ -268,6 +268,7 @@ def _model_info(
         drafts=config.own.source != "",
         own_source=config.own.source,
         least_pass_ms=config.least_pass_ms,
+        num_ranks=config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0,
         weights_fingerprint="" if is_emulated else weights_fingerprint(model_directory(source)),
         **description,  # type: ignore[arg-type]
     )

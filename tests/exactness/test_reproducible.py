@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire.cli import status
+from specwire.config.client import ClientConfig
 from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_target
 
@@ -66,6 +68,8 @@ def test_without_it_the_completion_does_not_promise_that(pair: tuple[Path, Path]
             assert not done.reproducible
             assert "verify --batch-invariant" in done.why_not_reproducible
             assert "sampled" not in done.why_not_reproducible
+        shown = status.show(ClientConfig(server=stack.address))
+        assert f"reproducible: false: {done.why_not_reproducible}" in shown
     with local_stack(*pair, verify_options={"batch_invariant": True}) as stack:
         params = SamplingParams(seed=1, max_tokens=4, rule=Rule.REJECTION, num_draft_tokens=2)
         done = stack.client.generate(params=params, prompt_token_ids=[5])
@@ -75,3 +79,4 @@ def test_without_it_the_completion_does_not_promise_that(pair: tuple[Path, Path]
         params = SamplingParams(seed=1, max_tokens=4, rule=Rule.GUMBEL)
         done = stack.client.generate(params=params, prompt_token_ids=[5])
         assert (done.reproducible, done.why_not_reproducible) == (True, "")
+        assert "reproducible: true" in status.show(ClientConfig(server=stack.address))

@@ -197,11 +197,13 @@ class TestRefused:
             "tokenizer_fingerprint": "g",
             "weights_fingerprint": "w",
             "dtype": "bfloat16",
+            "batch_invariant": True,
         }
         for name, value in others.items():
             digests.add(context_digest([1, 2], ModelInfo(**base | {name: value})))
         digests.add(context_digest([1, 3], ModelInfo(**base)))
-        assert len(digests) == 2 + len(others)
+        digests.add(context_digest([1, 2], ModelInfo(**base | {"batch_invariant": True, "num_ranks": 2})))
+        assert len(digests) == 3 + len(others)
 
     def test_only_the_first_request_may_say_it(self) -> None:
         request = generation_pb2.GenerateRequest(generated_token_ids=[1])

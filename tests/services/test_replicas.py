@@ -432,6 +432,10 @@ def test_what_texts_depend_on_is_compared() -> None:
     for name, value in others.items():
         with pytest.raises(HandshakeError, match=f"{name}="):
             check_same(info, dataclasses.replace(info, **{name: value}))
+    over_ranks = dataclasses.replace(info, num_ranks=2)
+    check_same(info, over_ranks)
+    with pytest.raises(HandshakeError, match="num_ranks="):
+        check_same(*(dataclasses.replace(each, batch_invariant=True) for each in (info, over_ranks)))
 
 
 async def test_a_draft_that_does_not_fit_is_refused_at_start_if_there_is_no_other(services: Services) -> None:

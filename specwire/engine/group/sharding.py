@@ -5,9 +5,9 @@ DTensors cost Python time in every call. So once they are loaded, the layers who
 on the local shards, with the same collectives: one all-reduce after each row-wise layer and after the
 embedding, one all-gather of the logits. Layers of any other style are left to transformers.
 
-An all-reduce over more than two ranks adds a number's parts in an order that depends on where in the tensor it
-is, and so on the tokens beside it. Where a token is to be bitwise the same in any company, all ranks gather the
-parts instead, and add them in the order of the ranks.
+An all-reduce over more than two ranks adds a number's parts in an order that depends on where in the tensor
+it is, and so on the tokens beside it, even if all passes have one size. Where a token is to be bitwise the
+same in any company, all ranks gather the parts instead, and add them in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _check_none_is_left(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor):
             raise ModelLoadError(
-                f"--batch-invariant: {name} is spread over ranks by transformers, which adds in an order of its own"
+                f"--batch-invariant: {name} is spread over ranks by transformers, which adds in its own order"
             )
 
 
