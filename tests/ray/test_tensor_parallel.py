@@ -26,6 +26,7 @@ from specwire.config.services import VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
+from specwire.engine.group import sharding
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
@@ -371,6 +372,13 @@ class TestPlainRanks:
                 np.testing.assert_allclose(ours, expected, atol=1e-4)
         assert together[1] >= 5
         assert apart[1:] == (0, "rank 1: RuntimeError: no room")
+
+
+def test_parts_are_added_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for numbers, expected in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
+        parts = [torch.tensor(number) for number in numbers]
+        monkeypatch.setattr(sharding, "_all_gathered", lambda part, parts=parts: parts)
+        assert sharding.sum_in_rank_order(parts[0]).item() == expected
 
 
 @pytest.mark.slow
