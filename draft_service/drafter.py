@@ -312,11 +312,9 @@ def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], drawn: Drawn, firs
 
 def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> None:
     """To the sequence, which holds the expanded nodes in the order of their expansion."""
-    sequence, places = job.sequence, {node: place for place, node in enumerate(growth.expanded)}
+    sequence = job.sequence
     sequence.tokens += job.own_ids([growth.token_ids[node] for node in nodes])
-    parents = [places.get(growth.parents[node], -1) for node in nodes]
-    before = sequence.tree or TokenTree(job.own_len, ())
-    sequence.tree = before.extended(parents)
+    sequence.tree = growth.extended(sequence.tree or TokenTree(job.own_len, ()), nodes)
 
 
 class Drawn(NamedTuple):
