@@ -26,7 +26,7 @@ from specwire.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
-from specwire.rule.rows import Race, matched_scores, raced_scores, take_rows, uniforms_for
+from specwire.rule.rows import Race, draw_supported, matched_scores, raced_scores, take_rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import FloatArray, IntArray, Support
 from specwire.tree import TokenTree
@@ -509,18 +509,11 @@ class DraftDecider:
         """
         if places is None:
             return []
-        probs = take_rows(log_probs, places).exp()
-        ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
-        coins = uniforms_for(question.rows.take(places), Purpose.DRAFT, probs.device)
-        columns = sampling.draw(support_probs, coins)
-        in_support = ids.masked_fill(~(support_probs > 0), -1)
-        token_ids = in_support.gather(1, columns[:, None])[:, 0]
-        is_there = lengths > 0
-        ids[:, 0], support_probs[:, 0] = ids[:, 0].where(is_there, 0), support_probs[:, 0].where(is_there, 1)
-        found = [token_ids, ids, support_probs, lengths.clamp(min=1)]
+        some = take_rows(log_probs, places), question.rows.take(places)
+        found, in_support = draw_supported(*some, self._support_mass, self._max_support)
         if question.draws:
-            found.append(self._draw_chains(question, places, in_support, support_probs))
-        return found
+            return [*found, self._draw_chains(question, places, in_support, found.probs)]
+        return [*found]
 
     @staticmethod
     def _draw_chains(question: Question, places: Places, ids: Tensor, support_probs: Tensor) -> Tensor:

@@ -107,6 +107,8 @@ class GrownDrafts:
     """
 
     sharpness = _SHARPNESS
+    support_len = 0
+    """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
     def __init__(self, *, may_be_tree: bool) -> None:
         self._may_be_tree = may_be_tree
@@ -201,8 +203,9 @@ class GrownDrafts:
         found = grown.growth.proposal(len(grown.committed))
         parents = tree.checked_parents(found.parents, len(found.token_ids))  # none of a chain
         is_matched = bool(sequence.encoded.traits & MATCHED)
-        supports = () if is_matched else grown.supports or certain(found.token_ids)
-        return replace(found, parents=parents, supports=supports)
+        if grown.supports:
+            return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
+        return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
 
 
 class Scorer(Protocol):
