@@ -19,6 +19,7 @@ from draft_service.translation import Committed
 from draft_service.vocabulary import SharedVocabulary
 from specwire.config.services import DraftConfig
 from specwire.core import Proposal, num_in_common
+from specwire.engine.device import NO_DRAFTING
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.estimate.calibration import NUM_RANKS, Calibration
@@ -381,6 +382,8 @@ class DraftDecider:
     all tokens are the target's: biases, penalties, noise, supports. So the draft samples from exactly the
     distribution that is sent.
     """
+
+    drafting = NO_DRAFTING
 
     def __init__(self, config: DraftConfig, shared: SharedVocabulary | None = None) -> None:
         """Args:

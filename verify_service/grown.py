@@ -111,6 +111,7 @@ class GrownDrafts:
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
     def __init__(self, *, may_be_tree: bool) -> None:
+        self.num_passes = self.num_nodes = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: WeakKeyDictionary[TokenSequence, Growing] = WeakKeyDictionary()
@@ -121,6 +122,7 @@ class GrownDrafts:
 
     def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
         """See `OwnDrafts`."""
+        self.num_passes = self.num_nodes = 0
         try:
             growing = [found for each in judged if (found := self.begin(*each)) is not None]
             if growing:
@@ -163,6 +165,7 @@ class GrownDrafts:
             nodes = [Node(each, node) for each in growing for node in each.open]
             nodes.sort(key=lambda node: node.depth)
             logits = self.logits_after(nodes)
+            self.num_passes, self.num_nodes = self.num_passes + 1, self.num_nodes + len(nodes)
             if noise is None:
                 drafted = ((each.sequence, len(each.committed), each.growth.max_depth) for each in growing)
                 noise = Noise(drafted, logits.shape[1], logits.device)
