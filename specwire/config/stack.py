@@ -212,8 +212,6 @@ class StackConfig(CheckedConfig):
         if self.draft_placement == IN_TARGET and needs is not None:
             name, value, why = needs
             check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
-        is_model = self.draft_placement != IN_SERVICE or self.draft_model != NO_DRAFT
-        check(is_model, "draft_placement", IN_SERVICE, f"--draft {self.draft} is no model")
 
     def _check_learn(self) -> None:
         check_share("draft_learn_share", self.draft_learn_share)
@@ -346,11 +344,13 @@ class UpConfig(StackConfig, ListenConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig(StackConfig):
-    """`specwire timeline --live`: a free port; the run is too short to choose a draft length."""
+    """`specwire timeline --live`: a free port, and a draft service, whose work is to be seen beside the
+    target's; the run is too short to choose a draft length."""
 
     address: str = option(
         "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
     )
+    draft_placement: str = option(IN_SERVICE, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
     num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     log_level: str = log_level_option("warning")
 
@@ -359,6 +359,7 @@ class LiveConfig(StackConfig):
 class DemoConfig(LiveConfig):
     """`specwire demo`: a target as slow as a large one, and the rule whose text is fixed by the seed."""
 
-    num_draft_tokens: str = option("6", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    draft_placement: str = option(AUTO, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
+    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
     rule: str = option(Rule.GUMBEL.value, RULE_HELP, check=one_of(*RULES))

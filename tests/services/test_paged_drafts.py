@@ -189,7 +189,6 @@ def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
         (lambda: VerifyConfig(draft_model="/nowhere"), "--draft-model /nowhere: no such model directory"),
         (lambda: VerifyConfig(draft_model="emulated:step_ms=1"), "give it a service of its own"),
         (lambda: VerifyConfig(model="emulated:step_ms=1", draft_model="embedded"), "device that a draft"),
-        (lambda: UpConfig(draft="mtp", draft_placement="service"), "--draft mtp is no model"),
         (lambda: UpConfig(draft="mtp", draft_placement="target"), "--draft mtp: is no draft model"),
         (lambda: UpConfig(draft_placement="target", draft_learn=True), "--draft-learn True: learns"),
         (lambda: UpConfig(draft_placement="target", draft_device="cuda"), "--draft-device cuda: is not the"),
