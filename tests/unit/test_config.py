@@ -13,7 +13,7 @@ import pytest
 
 from specwire import cuda
 from specwire.cli.serve import about_draft, add_command
-from specwire.config import flags, serve
+from specwire.config import flags
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import ALL_CONFIGS, check_environment
@@ -114,7 +114,8 @@ class TestSources:
     def test_every_field_has_a_flag_a_variable_and_a_key(
         self, kind: type[Any], field: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(serve.ports, "are_free", lambda *_: True)  # others take and free some meanwhile
+        free = "specwire.config.serve.ports.are_free"
+        monkeypatch.setattr(free, lambda *_: True)  # others take and free some meanwhile
         value = another_value(field)
         needed: dict[Any, dict[str, Any]] = {
             (UpConfig, "target"): {"draft": "none"},
