@@ -19,6 +19,7 @@ from draft_service.translation import Committed
 from draft_service.vocabulary import SharedVocabulary
 from specwire.config.services import DraftConfig
 from specwire.core import Proposal, num_in_common
+from specwire.engine.device import NO_DRAFTING
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.estimate.calibration import NUM_RANKS, Calibration
@@ -26,7 +27,7 @@ from specwire.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
-from specwire.rule.rows import Race, matched_scores, raced_scores, take_rows, uniforms_for
+from specwire.rule.rows import Race, draw_supported, matched_scores, raced_scores, take_rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import FloatArray, IntArray, Support
 from specwire.tree import TokenTree
@@ -312,11 +313,9 @@ def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], drawn: Drawn, firs
 
 def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> None:
     """To the sequence, which holds the expanded nodes in the order of their expansion."""
-    sequence, places = job.sequence, {node: place for place, node in enumerate(growth.expanded)}
+    sequence = job.sequence
     sequence.tokens += job.own_ids([growth.token_ids[node] for node in nodes])
-    parents = [places.get(growth.parents[node], -1) for node in nodes]
-    before = sequence.tree or TokenTree(job.own_len, ())
-    sequence.tree = before.extended(parents)
+    sequence.tree = growth.extended(sequence.tree or TokenTree(job.own_len, ()), nodes)
 
 
 class Drawn(NamedTuple):
@@ -383,6 +382,8 @@ class DraftDecider:
     all tokens are the target's: biases, penalties, noise, supports. So the draft samples from exactly the
     distribution that is sent.
     """
+
+    drafting = NO_DRAFTING
 
     def __init__(self, config: DraftConfig, shared: SharedVocabulary | None = None) -> None:
         """Args:
@@ -511,18 +512,11 @@ class DraftDecider:
         """
         if places is None:
             return []
-        probs = take_rows(log_probs, places).exp()
-        ids, support_probs, lengths = sampling.truncate_support(probs, self._support_mass, self._max_support)
-        coins = uniforms_for(question.rows.take(places), Purpose.DRAFT, probs.device)
-        columns = sampling.draw(support_probs, coins)
-        in_support = ids.masked_fill(~(support_probs > 0), -1)
-        token_ids = in_support.gather(1, columns[:, None])[:, 0]
-        is_there = lengths > 0
-        ids[:, 0], support_probs[:, 0] = ids[:, 0].where(is_there, 0), support_probs[:, 0].where(is_there, 1)
-        found = [token_ids, ids, support_probs, lengths.clamp(min=1)]
+        some = take_rows(log_probs, places), question.rows.take(places)
+        found, in_support = draw_supported(*some, self._support_mass, self._max_support)
         if question.draws:
-            found.append(self._draw_chains(question, places, in_support, support_probs))
-        return found
+            return [*found, self._draw_chains(question, places, in_support, found.probs)]
+        return [*found]
 
     @staticmethod
     def _draw_chains(question: Question, places: Places, ids: Tensor, support_probs: Tensor) -> Tensor:

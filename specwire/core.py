@@ -485,6 +485,9 @@ class Load:
         num_sequences: sequences in the pass of the response.
         base_ns, sequence_ns, token_ns: cost of a pass: base plus a rate for each sequence and each token; all
             0 before it is measured.
+        draft_pass_ns, draft_node_ns: of what the target drafts by itself after a pass: a rate for each pass
+            of its draft, one after another, and each node that these run, of any sequence; both 0 while it
+            drafts nothing.
     """
 
     num_waiting: int = 0
@@ -492,6 +495,12 @@ class Load:
     base_ns: int = 0
     sequence_ns: int = 0
     token_ns: int = 0
+    draft_pass_ns: int = 0
+    draft_node_ns: int = 0
+
+    def own_draft_ns(self, num_passes: int, num_nodes: float) -> float:
+        """What the target drafts by itself in so many passes; 0 before it is measured."""
+        return num_passes * self.draft_pass_ns + num_nodes * self.draft_node_ns
 
 
 @dataclass(slots=True)
@@ -571,7 +580,8 @@ class ModelInfo:
         trees: whether proposals may be trees.
         drafts: whether a target proposes by itself.
         grammars: whether it constrains outputs by a grammar.
-        own_source: of such a target, the source of its proposals: `heads`, `layers`, `mtp` or `dflash`.
+        own_source: of such a target, the source of its proposals: `heads`, `layers`, `mtp`, `dflash` or
+            `draft_model`.
         target_tokenizer_fingerprint: of a draft with another vocabulary, that of the target whose tokens it
             proposes; empty for one that proposes its own tokens.
         shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,

@@ -50,14 +50,16 @@ class BlockDrafts(PagedDrafts):
         self._states: Tensor  # of the step's blocks, [num_sequences, block_size, state_size]
         self._places: dict[int, int] = {}
 
-    def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
+    def begin(
+        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
+    ) -> Growing | None:
         """See `GrownDrafts`; no path is longer than a block."""
         most, wanted = self._runner.block_size - 1, drafting.wanted
         if wanted.max_depth:
             drafting.wanted = replace(wanted, max_depth=min(wanted.max_depth, most))
         else:
             drafting.wanted = replace(wanted, num_draft_tokens=min(wanted.num_draft_tokens, most))
-        return super().begin(sequence, drafting, verdict)
+        return super().begin(sequence, drafting, row, verdict)
 
     def fill(self, growing: Sequence[Growing]) -> list[Growing]:
         """See `PagedDrafts`: all blocks in one pass; none near the end of the context."""

@@ -1,10 +1,11 @@
-"""Proposals that grow from states: of the last accepted token, then of each node that is expanded.
+"""Proposals that grow: from the outcome of a verdict, then from each node that is expanded.
 
-    outcome ─▶ state of the last accepted token, next token ─▶ state after it ─▶ candidates ─▶ proposal
+    outcome ─▶ logits after it ─▶ candidates, nodes ─▶ logits after the best of them ─▶ ... ─▶ proposal
 
 Where tokens are matched a proposal may be a tree that grows best first, and tokens are drawn with the noise
 that the target will draw with. Under rejection sampling it is a chain of the likeliest tokens: a function of
-committed tokens alone, hence a draft that is certain of them.
+committed tokens alone, hence a draft that is certain of them. What drafts says how logits come about; it may
+draw the chain instead, and say what from.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from specwire.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.transfer import to_device, to_host
-from specwire.support import certain
+from specwire.support import Support, certain
 from verify_service.own import Drafting, Judged, Noise
 
 log = logging.getLogger(__name__)
@@ -44,18 +45,22 @@ class Growing:
 
     Attributes:
         committed: its tokens, those of the outcome included.
-        num_ranked: candidates at each node.
-        rows: by node that was expanded, the row of the state after it; -1 is the prefix, and -2 all of the
-            prefix but its last token.
+        num_ranked: candidates at each node; 1 for a chain.
+        row: of the verdict, after the last accepted token.
+        rows: where states are kept: by node that was expanded, the row of the state after it; -1 is the
+            prefix, and -2 all of the prefix but its last token.
         open: nodes to expand next.
+        supports: of a chain that was drawn, one for each token.
     """
 
     sequence: TokenSequence
     committed: list[int]
     growth: TreeGrowth
     num_ranked: int
-    rows: dict[int, int]
+    row: int
+    rows: dict[int, int] = field(default_factory=dict)
     open: list[int] = field(default_factory=lambda: [-1])
+    supports: list[Support] = field(default_factory=list)
 
 
 class Node(NamedTuple):
@@ -94,56 +99,42 @@ class Node(NamedTuple):
         )
 
 
-class Scorer(Protocol):
-    """What proposals are scored with."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the target's logits."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
-
-
 class GrownDrafts:
     """Proposals for all sequences of a step at once; see `OwnDrafts`.
 
     Args:
-        scorer: of states.
-        may_be_tree: whether the target verifies trees.
+        may_be_tree: whether proposals may be trees.
     """
 
-    def __init__(self, scorer: Scorer, *, may_be_tree: bool) -> None:
-        self._scorer = scorer
+    sharpness = _SHARPNESS
+    support_len = 0
+    """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
+
+    def __init__(self, *, may_be_tree: bool) -> None:
+        self.num_passes = self.num_nodes = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: WeakKeyDictionary[TokenSequence, Growing] = WeakKeyDictionary()
 
-    def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `OwnDrafts`; states are [num_rows, state_size]."""
-        raise NotImplementedError
+    def split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `OwnDrafts`."""
+        return logits, None
 
     def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
         """See `OwnDrafts`."""
-        assert states is not None
+        self.num_passes = self.num_nodes = 0
         try:
-            growing: list[Growing] = []
-            picked: list[int] = []
-            for sequence, drafting, row, verdict in judged:
-                found = self.begin(sequence, drafting, verdict)
-                if found is not None:
-                    found.rows[-2] = len(picked)
-                    growing.append(found)
-                    picked.append(row + _row_of(drafting.outcome))
+            growing = [found for each in judged if (found := self.begin(*each)) is not None]
             if growing:
-                places = to_device(np.array(picked, np.int64), states.device)
-                self.grow(growing, states[places])
+                self.grow(growing, states)
             for sequence, drafting, _, _ in judged:
                 drafting.proposal = self._proposal(sequence)
         except Exception:
             log.exception("drafting failed")
 
-    def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
+    def begin(
+        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
+    ) -> Growing | None:
         """Apply the rule, learn from the outcome, and begin what follows it; None if nothing is to."""
         kind = sequence.encoded.traits & MATCHED
         emitted = drafting.judge(sequence, verdict)
@@ -152,46 +143,54 @@ class GrownDrafts:
         if before is not None and len(before.committed) == base_len:
             before.growth.learn(emitted)
         committed = [*sequence.tokens[:base_len], *emitted]
-        is_tree = self._may_be_tree and bool(kind) and drafting.wanted.max_depth > 0
-        growth = _growth(drafting, len(committed), self._calibrations[kind], is_tree=is_tree)
-        if growth is None:
+        depth = drafting.depth(len(committed))
+        if not depth:
             return None
-        found = self._grown[sequence] = Growing(sequence, committed, growth, NUM_RANKS if is_tree else 1, {})
+        is_tree = self._may_be_tree and bool(kind) and drafting.wanted.max_depth > 0
+        size = drafting.wanted.num_draft_tokens if is_tree else depth
+        growth = TreeGrowth(size, depth, self._calibrations[kind])
+        num_ranked, row = NUM_RANKS if is_tree else 1, row + _row_of(drafting.outcome)
+        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row)
         return found
 
-    def grow(self, growing: list[Growing], states: Tensor) -> None:
-        """Expand open nodes, of all sequences together, until there are none."""
-        noise = Noise(
-            ((each.sequence, len(each.committed), each.growth.max_depth) for each in growing),
-            self._scorer.vocab_size,
-            states.device,
-        )
+    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
+        """Expand open nodes, of all sequences together, until there are none.
+
+        Args:
+            states: of the verdicts' rows, if there are any.
+        """
+        noise: Noise | None = None
         while growing:
             # What advances states may differ by depth; nodes of a depth lie together.
             nodes = [Node(each, node) for each in growing for node in each.open]
             nodes.sort(key=lambda node: node.depth)
-            states = torch.cat([states, self.advanced(nodes, states)])
-            self._add_candidates(nodes, states[-len(nodes) :], noise)
-            for row, (of, node) in enumerate(nodes, len(states) - len(nodes)):
-                of.rows[node] = row
+            logits = self.logits_after(nodes)
+            self.num_passes, self.num_nodes = self.num_passes + 1, self.num_nodes + len(nodes)
+            if noise is None:
+                drafted = ((each.sequence, len(each.committed), each.growth.max_depth) for each in growing)
+                noise = Noise(drafted, logits.shape[1], logits.device)
+            self.add_candidates(nodes, logits, noise)
             for each in growing:
-                each.open = each.growth.expand(_NUM_EXPANDED)
+                each.open = self.open_after(each)
             growing = [each for each in growing if each.open]
 
-    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
-        """The state after each node, [num_nodes, state_size], in the dtype of `states`.
+    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
+        """Float32 [num_nodes, the target's vocabulary]; -inf for ids that the target cannot read.
 
         Args:
             nodes: by depth.
-            states: of all rows so far.
         """
         raise NotImplementedError
 
-    def _add_candidates(self, nodes: Sequence[Node], states: Tensor, noise: Noise) -> None:
+    def open_after(self, growing: Growing) -> list[int]:
+        """The nodes to expand next; none where a proposal is done."""
+        return growing.growth.expand(_NUM_EXPANDED)
+
+    def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
         """The likeliest tokens after each node become its children."""
         rows = Rows.of([node.sampled() for node in nodes])
-        scores = sampling.apply_warps(sampling.apply_history(self._scorer.logits(states), rows), rows)
-        scores = _SHARPNESS * noise.added(scores, rows)
+        scores = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
+        scores = self.sharpness * noise.added(scores, rows)
         top = scores.topk(min(max(node.of.num_ranked for node in nodes), scores.shape[1]), dim=-1)
         shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
         is_there = (top.values > float("-inf")) & shares.isfinite()
@@ -206,20 +205,58 @@ class GrownDrafts:
             return None
         found = grown.growth.proposal(len(grown.committed))
         parents = tree.checked_parents(found.parents, len(found.token_ids))  # none of a chain
-        supports = () if sequence.encoded.traits & MATCHED else certain(found.token_ids)
-        return replace(found, parents=parents, supports=supports)
+        is_matched = bool(sequence.encoded.traits & MATCHED)
+        if grown.supports:
+            return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
+        return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
+
+
+class Scorer(Protocol):
+    """What states are scored with."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
+
+
+class StatesDrafts(GrownDrafts):
+    """Proposals that grow from states: of the last accepted token, then of each node that is expanded.
+
+    Args:
+        scorer: of states.
+        may_be_tree: whether proposals may be trees.
+    """
+
+    def __init__(self, scorer: Scorer, *, may_be_tree: bool) -> None:
+        super().__init__(may_be_tree=may_be_tree)
+        self._scorer = scorer
+        self._of_rows: Tensor  # states so far, [num_rows, state_size]
+
+    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
+        """See `GrownDrafts`."""
+        assert states is not None
+        for place, each in enumerate(growing):
+            each.rows[-2] = place
+        self._of_rows = states[to_device(np.array([each.row for each in growing], np.int64), states.device)]
+        super().grow(growing, states)
+
+    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
+        """See `GrownDrafts`."""
+        advanced = self.advanced(nodes, self._of_rows)
+        for row, (of, node) in enumerate(nodes, len(self._of_rows)):
+            of.rows[node] = row
+        self._of_rows = torch.cat([self._of_rows, advanced])
+        return self._scorer.logits(advanced)
+
+    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
+        """The state after each node, [num_nodes, state_size], in the dtype of `states`.
+
+        Args:
+            nodes: by depth.
+            states: of all rows so far.
+        """
+        raise NotImplementedError
 
 
 def _row_of(outcome: Outcome | None) -> int:
     """The row of a verdict whose state the outcome goes on from."""
     return outcome.path[-1] + 1 if outcome is not None and outcome.path else 0
-
-
-def _growth(
-    drafting: Drafting, committed_len: int, calibration: Calibration, *, is_tree: bool
-) -> TreeGrowth | None:
-    """What is proposed after so many committed tokens; None if nothing is."""
-    depth = drafting.depth(committed_len)
-    if not depth:
-        return None
-    return TreeGrowth(drafting.wanted.num_draft_tokens if is_tree else depth, depth, calibration)

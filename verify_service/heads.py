@@ -10,11 +10,11 @@ from torch import Tensor
 
 from specwire.engine.heads.model import Heads
 from specwire.rule.transfer import to_device
-from verify_service.grown import GrownDrafts, Node
+from verify_service.grown import Node, StatesDrafts
 
 
-class HeadsDrafts(GrownDrafts):
-    """See `GrownDrafts`.
+class HeadsDrafts(StatesDrafts):
+    """See `StatesDrafts`.
 
     Args:
         heads: of the target.

@@ -16,7 +16,7 @@ from torch import Tensor
 from specwire.core import Verdict
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import ResourceExhaustedError
-from verify_service.grown import Growing, GrownDrafts, Scorer
+from verify_service.grown import Growing, Scorer, StatesDrafts
 from verify_service.own import Drafting
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class PagedScorer(Scorer, Protocol):
         """Width of a state."""
 
 
-class PagedDrafts(GrownDrafts):
-    """See `GrownDrafts`.
+class PagedDrafts(StatesDrafts):
+    """See `StatesDrafts`.
 
     Args:
         runner: of the target.
@@ -46,9 +46,11 @@ class PagedDrafts(GrownDrafts):
         """See `GrownDrafts`; the states are in the pages, and these are never read."""
         return logits, logits.new_empty(len(logits), self._state_size)
 
-    def begin(self, sequence: TokenSequence, drafting: Drafting, verdict: Verdict) -> Growing | None:
+    def begin(
+        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
+    ) -> Growing | None:
         """See `GrownDrafts`. The sequence goes on as the coordinator's next request will have it do."""
-        found = super().begin(sequence, drafting, verdict)
+        found = super().begin(sequence, drafting, row, verdict)
         if found is None:
             return None
         base_len = drafting.judged.base_len
@@ -56,7 +58,7 @@ class PagedDrafts(GrownDrafts):
         # Pages that others read may have kept a path of a tree from moving together.
         return found if sequence.cache.length == len(found.committed) - 1 else None
 
-    def grow(self, growing: list[Growing], states: Tensor) -> None:
+    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
         """See `GrownDrafts`; where the cache is full, with the tokens that there was room for."""
         try:
             super().grow(self.fill(growing), states)

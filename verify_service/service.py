@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire.config.services import VerifyConfig
-from specwire.config.speculative import DFLASH, HEADS, LAYERS, MTP
+from specwire.config.speculative import DFLASH, DRAFT_MODEL, HEADS, LAYERS, MTP
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService
@@ -24,6 +24,7 @@ from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.block import BlockDrafts
+from verify_service.draft_model import ModelDrafts
 from verify_service.forced import ForcedDrafts
 from verify_service.heads import HeadsDrafts
 from verify_service.layers import LayersDrafts
@@ -76,6 +77,9 @@ def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None
         return MtpDrafts(runner.drafting)
     if own.source == DFLASH:
         return BlockDrafts(runner.drafting, may_be_tree=service.info.trees)
+    if own.source == DRAFT_MODEL:
+        vocab_size = service.info.vocab_size
+        return ModelDrafts(runner.drafting, config, vocab_size, may_be_tree=service.info.trees)
     return ForcedDrafts() if service.info.grammars else None
 
 

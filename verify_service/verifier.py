@@ -16,9 +16,11 @@ from torch import Tensor
 
 from specwire import tree
 from specwire.core import NO_TOKEN, Logprobs, SamplingParams, Verdict
+from specwire.engine.device import NO_DRAFTING, Drafting
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
+from specwire.estimate import clock
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Places, Row, Rows, padded
 from specwire.rule.random import Purpose
@@ -213,10 +215,12 @@ class VerifyDecider:
     Attributes:
         drafts: what proposes after verdicts; None if nothing does. With heads, each row of logits is followed
             by its state.
+        drafting: see `device.Decider`.
     """
 
     def __init__(self) -> None:
         self.drafts: own.OwnDrafts | None = None
+        self.drafting = NO_DRAFTING
 
     @staticmethod
     def ask(jobs: Sequence[Job]) -> Cases:
@@ -254,7 +258,10 @@ class VerifyDecider:
                 for job, start in zip(jobs, starts, strict=False)
                 if isinstance(job, VerifyJob) and job.drafting and isinstance(job.result, Verdict)
             ]
+            started_ns = clock.stopwatch_ns()
             self.drafts.propose(drafted, judged.states)
+            spent_ns = clock.stopwatch_ns() - started_ns
+            self.drafting = Drafting(self.drafts.num_passes, self.drafts.num_nodes, spent_ns)
 
     @staticmethod
     def _set_verdicts(jobs: Sequence[Job], judged: Judged) -> None:

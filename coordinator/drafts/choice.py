@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from specwire.config.fields import check
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import COUNTS, METHODS, OWN, SUFFIX
+from specwire.config.speculative import COUNTS, DRAFT_MODEL, METHODS, MODEL, OWN, SUFFIX
 from specwire.core import DRAFT_OFF, SamplingParams
 from specwire.errors import InvalidRequestError
-
-MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +52,16 @@ class DraftChoices:
         own_source: what the target drafts with by itself; empty if it does not.
 
         Raises:
-            ConfigError: that the target does is the default, and it does not.
+            ConfigError: that the target does is the default, and it does not; or there are two draft models.
         """
         default = config.own_source
         problem = f"the verify service has no {default}: see its flag --{default}"
         check(default in ("", own_source), "speculative_config", config.speculative_config, problem)
-        self._own_source, self._uses_own = own_source, default != ""
+        problem = "the verify service has a --draft-model in its own process; give one of both"
+        has_both = own_source == DRAFT_MODEL and config.draft_address != ""
+        check(not has_both, "draft_address", config.draft_address, problem)
+        is_default = own_source == DRAFT_MODEL and config.speculation is None
+        self._own_source, self._uses_own = own_source, default != "" or is_default
         own = config.speculation
         self._counts_corpus = own.method if own and own.corpus else ""
         self._has_model = bool(config.draft_address)
@@ -77,6 +79,8 @@ class DraftChoices:
         Raises:
             InvalidRequestError: not offered here.
         """
+        if given == MODEL and self._own_source == DRAFT_MODEL:
+            given = DRAFT_MODEL
         is_own = self._uses_own if given is None else OWN.get(given, given) == self._own_source != ""
         if is_own:
             return DraftChoice(uses_own=True)

@@ -1,7 +1,8 @@
 """The time of a round by number of draft tokens, modelled from measured costs. Pure: no clock, no I/O.
 
     time(γ)   = wait(γ) + (queue + pass(γ)) + network
-    wait(γ)   = draft(γ)                                    the proposal is requested when it is needed
+    wait(γ)   = draft(γ)                                    the proposal is requested when it is needed, or
+                                                            the target drafts it by itself
                 lateness · max(0, draft(γ + 1) - pass(γ))   the draft began it during the pass before
 
 A draft that works several rounds ahead is less late than that: `lateness` is the measured ratio. A pass is
@@ -25,6 +26,8 @@ _FIRST_HIT_RATE, _FIRST_HIT_ROUNDS = 0.8, 4
 Gumbel coupling. From 0, a draft 20 ms away never came to be waited for."""
 _OUTLIER_RATIO = 4
 """A verify request that takes so many times its modelled time (a prompt, lost memory) is not averaged."""
+_TREE_WIDTH = 8
+"""Nodes that a pass of a draft runs of a tree, at most."""
 _FIRST_PROPOSALS = 3
 """After so many, costs are known: the first has a prompt in it."""
 
@@ -103,7 +106,9 @@ class RoundCosts:
         self._load = cost.load
         self.num_sequences += _RATE * (cost.load.num_sequences - self.num_sequences)
         pass_ns = max(1.0, self._pass_ns(way, num_steps, self.num_sequences))
-        if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * pass_ns * (1 + self._queue_share):
+        draft_ns = self._load.own_draft_ns(num_steps, num_steps * self.num_sequences)  # part of forward_ns
+        usual_ns = pass_ns * (1 + self._queue_share) + draft_ns
+        if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * usual_ns:
             return
         self._queue_share += _RATE * (cost.queue_ns / pass_ns - self._queue_share)
         self._network_ns += _RATE * (cost.network_ns + cost.handling_ns - self._network_ns)
@@ -120,7 +125,10 @@ class RoundCosts:
 
     def proposal_ns(self, way: Way, num_steps: int) -> float:
         """From the request for a proposal that was not prepared to its arrival; of a shape that was never
-        tried, as of a chain."""
+        tried, as of a chain. One by the target itself takes passes of its draft."""
+        if self._load.draft_pass_ns or self._load.draft_node_ns:
+            width = _TREE_WIDTH if way.num_nodes else self._num_chains
+            return self._load.own_draft_ns(num_steps, self.num_sequences * num_steps * width)
         draft = self._proposals.get(way.num_nodes, self._proposals[CHAIN]).draft
         return (draft if draft.base or any(draft.rates) else self._proposals[CHAIN].draft).predict(
             (num_steps, 1)

@@ -398,7 +398,8 @@ class RemoteVerifier:
         return found if found is not None and found.base_len == len(committed) else None
 
     def _own(self, proposal: Proposal | None) -> Proposal | None:
-        """The target's own proposal as the rule judges it: it is certain of each token.
+        """The target's own proposal as the rule judges it: it is certain of each token, or says what it drew
+        them from.
 
         Raises:
             ServiceUnavailableError: none was asked for, or it is of another kind.
@@ -406,7 +407,8 @@ class RemoteVerifier:
         if proposal is None:
             return None
         matches = self._params.matches_tokens
-        if not self._opening.end_len or (proposal.parents and not matches):
+        is_other_kind = proposal.supports if matches else proposal.parents
+        if not self._opening.end_len or is_other_kind:
             raise ServiceUnavailableError("the service sent a proposal that was not asked for")
-        supports = () if matches else certain(proposal.token_ids)
+        supports = () if matches else proposal.supports or certain(proposal.token_ids)
         return replace(proposal, supports=supports, source=self._source)

@@ -1,7 +1,6 @@
-"""`specwire demo`: three processes and one prompt, without and with speculation, and the cost of each.
+"""`specwire demo`: services of its own and one prompt, without and with speculation, and the cost of each.
 
-On one machine draft and target share the processors, unlike separate services. So by default the target is
-paced (`engine/paced.py`) like a large one on a device of its own; all else is real.
+By default the target is paced (`engine/paced.py`) like a large one on a device of its own; all else is real.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def run(
     text = PROMPT if prompt is None else prompt
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if not as_json:
-        print(dim("starting draft service, verify service and coordinator ...", colour), flush=True)
+        print(dim("starting target, draft and coordinator ...", colour), flush=True)
     with Stack(config) as stack, Client(stack.address) as client:
 
         def generate(title: str, params: SamplingParams) -> Completion:

@@ -13,6 +13,7 @@ from specwire.config.speculative import (
     BEAMS,
     COUNTS,
     DFLASH,
+    DRAFT_MODEL,
     HEADS,
     KSEQ,
     LAYERS,
@@ -128,14 +129,15 @@ def lines(
     own_tokens = draft is not None and not draft.target_tokenizer_fingerprint
     has_chains = draft is not None and draft.trees and own_tokens and target.trees
     inner = draft.inner if draft else ""
+    is_in_target = target.own_source == DRAFT_MODEL
     is_there = {
-        _MODEL: draft is not None,
+        _MODEL: draft is not None or is_in_target,
         **dict.fromkeys((KSEQ, LISTS), has_chains),
         _HIERARCHY: inner != "",
         BEAMS: draft is not None,
         **{source: target.own_source == source for source in OWN_ARGUMENTS},
     }
-    sources = {_MODEL: "", _HIERARCHY: ""}
+    sources = {_MODEL: DRAFT_MODEL if is_in_target else "", _HIERARCHY: ""}
     if draft is not None:
         sources[_HIERARCHY if inner else _MODEL] = draft.name
     others = totals.keys() - {sources.get(name, name) for name in _NEEDS}

@@ -115,7 +115,7 @@ class Stack:
             self._verifies.append(
                 self._add(name, "verify_service", flags, model_flag="--target", files=files)
             )
-        if config.draft_model != NO_DRAFT:
+        if config.draft_model != NO_DRAFT and not config.draft_in_target:
             flags = _draft_flags(config)
             self._draft = self._add(
                 "the draft service", "draft_service", flags, model_flag="--draft", files=files
@@ -340,7 +340,8 @@ def _verify_flags(config: StackConfig, index: int) -> list[str]:
 
 def _own_flag(config: StackConfig) -> dict[str, object]:
     source, argument = config.own
-    return {source: argument or True} if source else {}
+    dtype = {"draft_dtype": config.draft_dtype} if config.draft_in_target else {}
+    return {source: argument or True, **dtype} if source else {}
 
 
 def device_of(config: StackConfig | VerifyConfig, index: int) -> str:

@@ -12,6 +12,7 @@ from specwire.config.fields import AUTO, check, one_of, parse_count
 from specwire.config.flags import did_you_mean, option
 from specwire.config.speculative import (
     ABOVE,
+    DRAFT_MODEL,
     INNER_METHODS,
     KSEQ,
     LAYERS,
@@ -47,6 +48,10 @@ LEAST_PASS_HELP = (
     "least milliseconds of a forward pass, to emulate a larger model; the rest is slept; 0: none"
 )
 THREADS_HELP = "0: OMP_NUM_THREADS, or as many as other processes leave cores free"
+PLACEMENT_HELP = (
+    "where the draft model runs: target, in the target's process, or service, in one of its own; auto is "
+    "target where both have one device, and nothing is asked for that a service alone has"
+)
 TRACE_DETAIL_HELP = "record finer spans: the rule, and queue and passes of each request"
 SUFFIX_SHARED_HELP = (
     "draft from earlier outputs of all clients, not only from those of the same token and cache_salt; drafts "
@@ -127,11 +132,17 @@ def check_own(name: str, value: object, own: Own, target: str, num_devices: int)
     Args:
         name, value: of the flag that says so.
     """
-    lacks = "layers" if own.source == LAYERS else "hidden states"
+    if own.source == DRAFT_MODEL:
+        lacks = "device that a draft model could share"
+    else:
+        lacks = "layers" if own.source == LAYERS else "hidden states"
     check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
     check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
     if own.source == LAYERS:
         check_layers(name, own.argument)
+    if own.source == DRAFT_MODEL:
+        check_model(name, own.argument)
+        check(not own.argument.startswith(EMULATED), name, value, "is emulated; give it a service of its own")
 
 
 def check_share(name: str, share: float) -> None:

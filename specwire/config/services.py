@@ -37,7 +37,7 @@ from specwire.config.fields import (
     split_address,
     split_addresses,
 )
-from specwire.config.flags import CheckedConfig, option
+from specwire.config.flags import CheckedConfig, flag_name, option
 from specwire.config.models import (
     DTYPES,
     EMBEDDED,
@@ -70,6 +70,7 @@ from specwire.config.models import (
 )
 from specwire.config.speculative import (
     DFLASH,
+    DRAFT_MODEL,
     INNER_METHODS,
     KSEQ,
     LISTS,
@@ -99,6 +100,9 @@ LAYERS_HELP = (
 )
 MTP_HELP = "let the model's own layers for multi-token prediction draft for it"
 DFLASH_HELP = "directory of a block drafter (DFlash) of the model; empty for none"
+DRAFT_MODEL_HELP = (
+    "directory or hub id of a draft model that runs in this process, on the target's device; empty for none"
+)
 TARGET_TOKENIZER_HELP = (
     "directory or hub id of the target's tokenizer, for a draft with another one; empty for one with the same"
 )
@@ -321,6 +325,8 @@ class VerifyConfig(ModelServiceConfig):
     layers: str = option("", LAYERS_HELP)
     mtp: bool = option(False, MTP_HELP)
     dflash: str = option("", DFLASH_HELP)
+    draft_model: str = option("", DRAFT_MODEL_HELP)
+    draft_dtype: str = option("auto", "number format of --draft-model's weights", check=one_of(*DTYPES))
 
     @property
     def shows_states(self) -> bool:
@@ -335,14 +341,14 @@ class VerifyConfig(ModelServiceConfig):
     @property
     def _owns(self) -> list[Own]:
         """All that flags name; one at most where they are valid."""
-        given = {source: getattr(self, source) for source in OWN_ARGUMENTS}
+        given = {source: getattr(self, source) for source in (*OWN_ARGUMENTS, DRAFT_MODEL)}
         return [Own(source, "" if value is True else value) for source, value in given.items() if value]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for own in self._owns:
             name, value = own.source, getattr(self, own.source)
-            check(own == self.own, name, value, f"does not go together with --{self.own.source}")
+            check(own == self.own, name, value, f"does not go together with {flag_name(self.own.source)}")
             check_own(name, value, own, self.model, self.tensor_parallel_size)
             fits = own.source not in (MTP, DFLASH) or not self.batch_invariant
             check(fits, name, value, "does not go together with --batch-invariant")

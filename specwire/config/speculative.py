@@ -33,6 +33,8 @@ OWN = {HEADS: HEADS, MEDUSA: HEADS, LAYERS: LAYERS, MTP: MTP, DFLASH: DFLASH}
 """Methods by which a target drafts for itself, with the source that their proposals name."""
 OWN_ARGUMENTS = {HEADS: "DIR", LAYERS: "SKIP", MTP: "", DFLASH: "DIR"}
 """Sources by which a target drafts for itself, with what each takes; empty for nothing."""
+MODEL = "model"
+"""What a request calls the draft model, whatever its name and wherever it runs."""
 CHAINS_ONLY = (LAYERS, MTP)
 """Those that draft no trees."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
@@ -249,8 +251,8 @@ class Own(NamedTuple):
     """What a target drafts with by itself.
 
     Attributes:
-        source: one of OWN_ARGUMENTS; empty if it does not.
-        argument: the directory, or what `--layers` takes; empty if it takes none.
+        source: one of OWN_ARGUMENTS, or DRAFT_MODEL; empty if it does not.
+        argument: the directory or model, or what `--layers` takes; empty if it takes none.
     """
 
     source: str = ""

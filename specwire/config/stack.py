@@ -36,6 +36,7 @@ from specwire.config.models import (
     NO_DRAFT,
     NUM_DRAFT_TOKENS_HELP,
     NUM_OUTCOMES_HELP,
+    PLACEMENT_HELP,
     RULE_HELP,
     RULES,
     SUFFIX_SHARED_HELP,
@@ -57,6 +58,7 @@ from specwire.config.services import ListenConfig
 from specwire.config.speculative import (
     ABOVE,
     DFLASH,
+    DRAFT_MODEL,
     HEADS,
     INNER_METHODS,
     LAYERS,
@@ -79,6 +81,7 @@ DRAFT_HELP = (
     f"{HEADS}:DIR with heads of the target, {LAYERS}:SKIP with the target less some blocks, {MTP} with its "
     f"layers for multi-token prediction, {DFLASH}:DIR with a block drafter; none decodes plainly"
 )
+IN_TARGET, IN_SERVICE = PLACEMENTS = ("target", "service")
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 
 
@@ -100,6 +103,7 @@ class StackConfig(CheckedConfig):
     )
     draft_dtype: str = option("auto", "number format of the draft's weights", check=one_of(*DTYPES))
     draft_device: str = option("cpu", "device of the draft: cpu, cuda or cuda:N", check=check_device)
+    draft_placement: str = option(AUTO, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
     draft_learn: bool = option(False, LEARN_HELP)
     draft_learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
     chat_template: str = chat_template_option()
@@ -156,12 +160,58 @@ class StackConfig(CheckedConfig):
             problem = f"does not fit --target {self.target}; name a draft, or none"
             check(bool(fits), "draft", self.draft, problem)
         self._check_learn()
+        self._check_placement()
         check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
             check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
+
+    @property
+    def _needs_service(self) -> tuple[str, object, str] | None:
+        """What the draft model cannot do in the target's process: flag, value and why; None for nothing."""
+        draft, selection = self.draft, model_draft(self.speculative_config).selection
+        asked: tuple[tuple[bool, str, object, str], ...] = (
+            (self.draft_model == NO_DRAFT, "draft", draft, "is no draft model"),
+            ("," in draft or ABOVE in draft, "draft", draft, "has two drafters"),
+            (self.draft_model.startswith(EMULATED), "draft", draft, "is emulated"),
+            (self.target.startswith(EMULATED), "target", self.target, "is emulated"),
+            (self._is_apart, "draft_device", self.draft_device, f"is not the target's, {self.device}"),
+            (self.tensor_parallel_size > 1, "tensor_parallel_size", self.tensor_parallel_size, "is over 1"),
+            (self.draft_learn, "draft_learn", True, "learns beside the target"),
+            (self.draft_rtt_ms > 0, "draft_rtt_ms", self.draft_rtt_ms, "is of a network"),
+            (self.draft_num_threads != 1, "draft_num_threads", self.draft_num_threads, "has its own threads"),
+            (self.num_outcomes not in (AUTO, "0"), "num_outcomes", self.num_outcomes, "works ahead"),
+            (selection != "", "speculative_config", f"selection={selection!r}", "draws several chains"),
+            (
+                self.target_tokenizer != "",
+                "speculative_config",
+                "use_heterogeneous_vocab",
+                "has to translate",
+            ),
+        )
+        return next(((name, value, why) for holds, name, value, why in asked if holds), None)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether draft and target have different devices."""
+        first = {"cuda": "cuda:0"}
+        devices = self.device, self.draft_device
+        return devices[0] != devices[1] and len({first.get(each, each) for each in devices}) > 1
+
+    @property
+    def draft_in_target(self) -> bool:
+        """Whether the draft model runs in the target's process."""
+        if self.draft_placement == AUTO:
+            return self._needs_service is None
+        return self.draft_placement == IN_TARGET
+
+    def _check_placement(self) -> None:
+        needs = self._needs_service
+        if self.draft_placement == IN_TARGET and needs is not None:
+            name, value, why = needs
+            check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
 
     def _check_learn(self) -> None:
         check_share("draft_learn_share", self.draft_learn_share)
@@ -173,7 +223,7 @@ class StackConfig(CheckedConfig):
 
     def _check_own(self) -> None:
         """Refuse what does not go together with a target that drafts for itself."""
-        draft, own, given = self.draft, self.own, own_draft(self.speculative_config)
+        draft, own, given = self.draft, self._named_own, own_draft(self.speculative_config)
         takes = OWN_ARGUMENTS.get(OWN.get(draft, ""), "")
         check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
         others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
@@ -226,21 +276,26 @@ class StackConfig(CheckedConfig):
 
     @property
     def own(self) -> Own:
-        """What the target drafts with by itself."""
+        """What the target drafts with by itself, a draft model in its process included."""
+        return Own(DRAFT_MODEL, self.draft_model) if self.draft_in_target else self._named_own
+
+    @property
+    def _named_own(self) -> Own:
+        """What the target drafts with by itself, without a draft model."""
         named, given = named_own(self.draft), own_draft(self.speculative_config)
         return named if named.source or not given else Own(given.source, given.model)
 
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self.own.source:
+        if self._named_own.source:
             return NO_DRAFT
         return split_hierarchy(self._service_draft)[1]
 
     @property
     def inner(self) -> str:
         """`inner` of the draft service."""
-        return "" if self.own.source else split_hierarchy(self._service_draft)[0]
+        return "" if self._named_own.source else split_hierarchy(self._service_draft)[0]
 
     @property
     def _service_draft(self) -> str:
@@ -258,7 +313,7 @@ class StackConfig(CheckedConfig):
     @property
     def coordinator_speculation(self) -> str:
         """`speculative_config` of the coordinator, which `draft` may imply."""
-        source, method = self.own.source, self.draft.partition(",")[0]
+        source, method = self._named_own.source, self.draft.partition(",")[0]
         if source:
             given = json.loads(self.speculative_config or "{}")
             return json.dumps({"method": source} | {name: given[name] for name in given if name != "model"})
@@ -289,11 +344,13 @@ class UpConfig(StackConfig, ListenConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig(StackConfig):
-    """`specwire timeline --live`: a free port; the run is too short to choose a draft length."""
+    """`specwire timeline --live`: a free port, and a draft service, whose work is to be seen beside the
+    target's; the run is too short to choose a draft length."""
 
     address: str = option(
         "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
     )
+    draft_placement: str = option(IN_SERVICE, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
     num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     log_level: str = log_level_option("warning")
 
@@ -302,6 +359,7 @@ class LiveConfig(StackConfig):
 class DemoConfig(LiveConfig):
     """`specwire demo`: a target as slow as a large one, and the rule whose text is fixed by the seed."""
 
-    num_draft_tokens: str = option("6", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
+    draft_placement: str = option(AUTO, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
+    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
     rule: str = option(Rule.GUMBEL.value, RULE_HELP, check=one_of(*RULES))

@@ -24,6 +24,7 @@ from specwire.engine.device import Decider, Runner
 from specwire.engine.grammars.compiler import Grammars, vocabulary
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine, StepHook
+from specwire.engine.measuring import measure
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.place import place
@@ -161,9 +162,11 @@ def start(
     if target_tokenizer is not None:
         tokenizer, end_ids = target_tokenizer, _end_ids(target_tokenizer)
     known = vocabulary(tokenizer, vocab_size or runner.vocab_size, end_ids)
+    is_measured = not (source.startswith(EMULATED) or info.has_encoder)
     engine = Engine(
         runner,
         decider,
+        costs=thread.call(lambda: measure(runner)) if is_measured else None,
         max_num_tokens=config.max_num_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         context_len=info.longest_len,

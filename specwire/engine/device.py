@@ -11,7 +11,7 @@ both are small and can be pickled, because the device may be in other processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,8 +23,28 @@ Decide = Callable[[Any, Tensor], Any]
 """Takes a question and its logits [sum of num_rows, vocab_size]; returns the answer. Pickled by name."""
 
 
+class Drafting(NamedTuple):
+    """What was drafted after the verdicts of a step, in the same process.
+
+    Attributes:
+        num_passes: one after another, of whatever drafts.
+        num_nodes: that these ran, of all sequences.
+        spent_ns: for all of it.
+    """
+
+    num_passes: int = 0
+    num_nodes: int = 0
+    spent_ns: int = 0
+
+
+NO_DRAFTING = Drafting()
+
+
 class Decider(Protocol):
     """How a service turns logits into results."""
+
+    drafting: Drafting
+    """Of the last `apply`: no part of what the pass cost."""
 
     def ask(self, jobs: Sequence[Job]) -> Any:
         """The question for jobs whose rows are complete; has no side effects."""
@@ -84,6 +104,8 @@ class LogitsDecider:
     Args:
         consume: called with the jobs of a step whose rows are complete, and their logits.
     """
+
+    drafting = NO_DRAFTING
 
     def __init__(self, consume: Callable[[list[Job], Any], None]) -> None:
         self._consume = consume

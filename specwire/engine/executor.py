@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specwire.engine.batch import Feeds
 from specwire.engine.counts import StepCounts
-from specwire.engine.device import Decider, DeviceLostError, Runner
+from specwire.engine.device import NO_DRAFTING, Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job
 from specwire.engine.replies import Replies
 from specwire.engine.schedule import Step
@@ -14,6 +14,9 @@ from specwire.engine.schedule import Step
 
 class StepExecutor:
     """Engine thread only.
+
+    Attributes:
+        drafting: of the last step.
 
     Args:
         prefix_sharing: make complete pages known, so that other sequences find them.
@@ -33,6 +36,7 @@ class StepExecutor:
         self._replies = replies
         self._counts = counts
         self._prefix_sharing = prefix_sharing
+        self.drafting = NO_DRAFTING
 
     def run(self, step: Step) -> None:
         """Run all jobs of the step in one pass; if it fails, one by one, so that only jobs at fault fail.
@@ -40,6 +44,7 @@ class StepExecutor:
         Raises:
             DeviceLostError: what all caches held is gone.
         """
+        self.drafting = NO_DRAFTING
         try:
             self._forward(step.jobs, step.feeds)
         except DeviceLostError:
@@ -59,6 +64,7 @@ class StepExecutor:
                     sequence.cache.remember(sequence.chain)
         if ready:
             self._decider.apply(ready, answer)
+            self.drafting = self._decider.drafting
         self._runner.end_step()
 
     def _isolate(self, step: Step, error: Exception) -> None:

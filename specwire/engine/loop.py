@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specwire.core import Load, SamplingParams
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams
 from specwire.engine.cache import prefix
 from specwire.engine.counts import EngineStatus, StepCounts
 from specwire.engine.device import Decider, DeviceLostError, Runner
@@ -91,6 +91,7 @@ class Engine:
         vocab_size: int | None = None,
         hook: StepHook | None = None,
         threads: ThreadCount | None = None,
+        costs: CostModel | None = None,
     ) -> None:
         """Starts to run.
 
@@ -99,6 +100,7 @@ class Engine:
             vocab_size: token ids that jobs and parameters name are below it; None for the model's own.
             step_timeout_s: time limit of a step while the cost of steps is unknown.
             threads: that passes run on; None leaves them as they are.
+            costs: of passes by sequences and tokens, as far as they were measured; None if they were not.
         """
         self._runner = runner
         self._context_len = context_len
@@ -113,7 +115,8 @@ class Engine:
         self._num_forks = 0
         self._num_waiting = 0
         self._closing = False
-        self._costs = CostModel(2)  # of a step: its sequences, its tokens
+        self._costs = costs or CostModel(2)  # of a step: its sequences, its tokens
+        self._draft_costs = CostModel(1)  # of a pass of what is drafted after a step: its nodes
         self._counts = StepCounts()
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
@@ -279,8 +282,9 @@ class Engine:
 
     def load(self, job: Job) -> Load:
         """The load that a job met which has just ended, and the fitted cost of steps."""
-        sequence_ns, token_ns = self._costs.rates
-        return Load(self._num_waiting, job.batch_size, int(self._costs.base), int(sequence_ns), int(token_ns))
+        pass_ns = (self._costs.base, *self._costs.rates)
+        draft_ns = (self._draft_costs.base, *self._draft_costs.rates)
+        return Load(self._num_waiting, job.batch_size, *map(int, (*pass_ns, *draft_ns)))
 
     # --- on the engine thread ---
 
@@ -384,7 +388,11 @@ class Engine:
     def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what the step cost, and answer the jobs that are done."""
         finished_ns = clock.stopwatch_ns()
-        self._costs.add((len(step.jobs), step.num_tokens), max(1, finished_ns - started_ns - self._hook_ns))
+        num_passes, num_nodes, drafting_ns = self._executor.drafting
+        pass_ns = finished_ns - started_ns - self._hook_ns - drafting_ns
+        self._costs.add((len(step.jobs), step.num_tokens), max(1, pass_ns))
+        if num_passes:
+            self._draft_costs.add((num_nodes / num_passes,), max(1, drafting_ns / num_passes))
         self._counts.add_step(len(step.jobs), finished_ns - started_ns)
         self._finish(step.jobs, started_ns, finished_ns)
 
@@ -402,6 +410,7 @@ class Engine:
     def _limit_time(self, step: Step) -> None:
         """Tell the watchdog how long the step may take; before the first one its cost is unknown."""
         bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
+        bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0,))
         least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
         self._heartbeat.beat(bound_ns / 1e9, least_s)
 

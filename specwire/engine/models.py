@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
+from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED
-from specwire.config.services import DraftConfig, ModelServiceConfig
+from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.config.speculative import DFLASH, MTP
+from specwire.engine.boot import resolve
 from specwire.engine.device import Runner
 from specwire.engine.model import block, encoder_decoder, memory, mtp
 from specwire.engine.model.block import BlockRunner
@@ -41,12 +45,14 @@ def _share_our_log() -> None:
 def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     device = select_device(config.device)
     num_pages = memory.num_pages(config, device)
+    replay = make_replay(config, device)
+    own_dtype = _dtype(config.model, config.dtype, config.device)
     if _has_encoder(source):
         _check_encoder_decoder(config, source)
-        halves = encoder_decoder.load(source, dtype=_dtype(config), device=str(device))
+        halves = encoder_decoder.load(source, dtype=own_dtype, device=str(device))
         served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
         return served, encoder_decoder.describe(halves, source)
-    model = load_model(source, dtype=_dtype(config), device=str(device))
+    model = load_model(source, dtype=own_dtype, device=str(device))
     own = config.own
     if own.source == MTP:
         predicting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
@@ -55,16 +61,42 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         drafter = block.load(own.argument, model)
         drafting = BlockRunner(model, drafter, num_pages=num_pages, page_size=config.page_len)
         return drafting, describe(model, source)
-    runner = ModelRunner(
+    paged = partial(ModelRunner, page_size=config.page_len)
+    draft = _load_draft(config, device) if isinstance(config, VerifyConfig) and config.draft_model else None
+    if draft is not None and callable(num_pages):  # both have as many tokens
+        page_bytes = paged(draft, num_pages=1).kv_bytes_per_token * config.page_len
+        of_both = num_pages
+        num_pages = lambda own_bytes: of_both(own_bytes + page_bytes)  # noqa: E731
+    runner = paged(
         model,
         num_pages=num_pages,
-        page_size=config.page_len,
-        replay=make_replay(config, device),
+        replay=replay,
         batch_invariant=config.batch_invariant,
         shows_states=config.shows_states,
     )
     runner.warm()
+    if draft is not None:
+        runner.drafting = paged(draft, num_pages=runner.pool.num_pages, replay=replay)
+        runner.drafting.warm()
     return runner, describe(model, source)
+
+
+def _load_draft(config: VerifyConfig, device: torch.device) -> Any:
+    """The draft model that runs beside the target.
+
+    Raises:
+        ModelLoadError: it cannot be loaded; naming the flag.
+    """
+    source = resolve(config.draft_model, "draft")
+    try:
+        if _has_encoder(source):
+            raise ModelLoadError(
+                f"{source}: is an encoder-decoder, which drafts in a service of its own only"
+            )
+        dtype = _dtype(config.draft_model, config.draft_dtype, config.device)
+        return load_model(source, dtype=dtype, device=str(device))
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--draft-model {error}") from error
 
 
 def _has_encoder(source: str) -> bool:
@@ -77,7 +109,7 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     ModelLoadError: naming a flag that does not combine with an encoder-decoder.
     """
     refused = {
-        f"--{config.own.source}": config.own.source != "",
+        flag_name(config.own.source): config.own.source != "",
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }
@@ -99,12 +131,10 @@ def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[s
 
     with errors_naming(source):  # checked before any rank starts
         check_shardable(read_config(source), config.tensor_parallel_size)
-    runner = GroupRunner(config, source, _dtype(config))
+    runner = GroupRunner(config, source, _dtype(config.model, config.dtype, config.device))
     return runner, runner.description
 
 
-def _dtype(config: ModelServiceConfig) -> str:
+def _dtype(model: str, dtype: str, device: str) -> str:
     """The embedded pair is stored in bfloat16, which is smaller, and runs in float32, faster on a CPU."""
-    if config.model == EMBEDDED and config.dtype == "auto" and config.device == "cpu":
-        return "float32"
-    return config.dtype
+    return "float32" if model == EMBEDDED and dtype == "auto" and device == "cpu" else dtype

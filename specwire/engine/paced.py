@@ -23,7 +23,8 @@ class PacedRunner:
     """A `device.Runner` around another one.
 
     Args:
-        least_pass_s: minimum time of a pass, deciding on its logits included, in seconds.
+        least_pass_s: minimum time of a pass, deciding on its logits included, in seconds. What is drafted
+            after it takes its own time.
     """
 
     def __init__(self, runner: Runner, least_pass_s: float) -> None:
@@ -33,7 +34,6 @@ class PacedRunner:
         self._runner = runner
         self._model_runner: Any = runner  # where it drafts, too
         self._least_pass_s = least_pass_s
-        self._due_s = 0.0
 
     @property
     def on_loss(self) -> Callable[[], None]:
@@ -60,19 +60,21 @@ class PacedRunner:
 
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """See `device.Runner`."""
-        self._due_s = time.perf_counter() + self._least_pass_s
-        return self._runner.run(feeds, question, decide)
+        due_s = time.perf_counter() + self._least_pass_s
+        answer = self._runner.run(feeds, question, decide)
+        _sleep_until(due_s)
+        return answer
 
     def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
         """See `ModelRunner`; it takes the share of the minimum time that the weights have which it reads."""
-        self._due_s += self._least_pass_s * left_out.share_read
+        due_s = time.perf_counter() + self._least_pass_s * left_out.share_read
         found: Tensor = self._model_runner.forward_without(left_out, feeds)
+        _sleep_until(due_s)
         return found
 
     def end_step(self) -> None:
-        """Sleep until the minimum time has passed."""
+        """See `device.Runner`."""
         self._runner.end_step()
-        time.sleep(max(0.0, self._due_s - time.perf_counter()))
 
     def check(self) -> None:
         """See `device.Runner`."""
@@ -85,3 +87,7 @@ class PacedRunner:
     def close(self) -> None:
         """See `device.Runner`."""
         self._runner.close()
+
+
+def _sleep_until(due_s: float) -> None:
+    time.sleep(max(0.0, due_s - time.perf_counter()))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from specwire import tree
 from specwire.core import MAX_TREE_NODES, Proposal
 from specwire.estimate.calibration import Calibration
+from specwire.tree import TokenTree
 
 
 class TreeGrowth:
@@ -47,6 +48,14 @@ class TreeGrowth:
     def num_nodes(self) -> int:
         """Nodes found so far; another thread may be adding more."""
         return len(self.worths)  # the last of the lists that a node is added to
+
+    @property
+    def last_share(self) -> float:
+        """How likely the candidate that was found last is by the draft's scores alone; 0 before any."""
+        if not self.parents:
+            return 0.0
+        first, shares = self._shares[self.parents[-1]]
+        return shares[len(self.parents) - 1 - first]
 
     def add(self, node: int, token_ids: Sequence[int], shares: Sequence[float]) -> None:
         """The candidates after a node, or after the prefix (-1), which has been expanded.
@@ -102,6 +111,12 @@ class TreeGrowth:
         ]
         self.expanded += open_nodes[:room]
         return open_nodes[:room]
+
+    def extended(self, before: TokenTree, nodes: Sequence[int]) -> TokenTree:
+        """A tree with the nodes that are run next, of those expanded last: nodes lie in the order in which
+        they are run."""
+        places = {node: place for place, node in enumerate(self.expanded)}
+        return before.extended([places.get(self.parents[node], -1) for node in nodes])
 
     def proposal(self, base_len: int) -> Proposal:
         """The best nodes as a tree."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specwire.config.client import HttpConfig
@@ -124,6 +124,7 @@ def _(config: StackConfig) -> Plan:
         dtype=config.draft_dtype,
         device_name="draft_device",
         device=config.draft_device,
+        num_devices=config.replicas if config.draft_in_target else 1,
         num_kv_tokens=config.num_kv_tokens,
     )
     has_draft = config.draft_model != NO_DRAFT
@@ -152,7 +153,12 @@ def _(config: VerifyConfig) -> Plan:
         for name, address in given.items()
         for n in range(config.replicas)
     ]
-    return Plan(addresses=addresses, models=[_served(config, config.replicas)])
+    target = _served(config, config.replicas)
+    drafts = []
+    if config.draft_model:
+        named = replace(target, name="draft_model", source=config.draft_model, dtype=config.draft_dtype)
+        drafts = [replace(named, is_draft=True, max_model_len=0)]
+    return Plan(addresses=addresses, models=[target, *drafts], pair=[target, *drafts])
 
 
 @plan_of.register

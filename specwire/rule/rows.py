@@ -87,6 +87,42 @@ def coupled_noise(
     return noise[transfer.to_device(places, noise.device)]
 
 
+class Drawn(NamedTuple):
+    """A draft token of each row, and the support that it was drawn from, on the device.
+
+    Attributes:
+        token_ids: int64 [num_rows]; -1 where no logit is finite.
+        ids: int64 [num_rows, k], best first.
+        probs: float32 [num_rows, k].
+        lengths: int64 [num_rows], how many of these are in the support: the first ones, at least one. Where
+            no logit is finite the draft is certain of token 0, a distribution like any other.
+    """
+
+    token_ids: Tensor
+    ids: Tensor
+    probs: Tensor
+    lengths: Tensor
+
+
+def draw_supported(log_probs: Tensor, rows: Rows, mass: float, max_support: int) -> tuple[Drawn, Tensor]:
+    """Truncate first, then sample from exactly the numbers that are sent.
+
+    Args:
+        log_probs: [num_rows, vocab_size], after history and warps.
+        mass, max_support: see `sampling.truncate_support`.
+
+    Returns:
+        What was drawn; and the ids with -1 beyond each support, and for rows without one.
+    """
+    ids, probs, lengths = sampling.truncate_support(log_probs.exp(), mass, max_support)
+    columns = sampling.draw(probs, uniforms_for(rows, random.Purpose.DRAFT, probs.device))
+    in_support = ids.masked_fill(~(probs > 0), -1)
+    token_ids = in_support.gather(1, columns[:, None])[:, 0]
+    is_there = lengths > 0
+    ids[:, 0], probs[:, 0] = ids[:, 0].where(is_there, 0), probs[:, 0].where(is_there, 1)
+    return Drawn(token_ids, ids, probs, lengths.clamp(min=1)), in_support
+
+
 class Race(NamedTuple):
     """A draw with some of the lists of noise that a row has.
 

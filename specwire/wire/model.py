@@ -146,6 +146,8 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         base_ns=load.base_ns,
         sequence_ns=load.sequence_ns,
         token_ns=load.token_ns,
+        draft_pass_ns=load.draft_pass_ns,
+        draft_node_ns=load.draft_node_ns,
     )
 
 
@@ -157,6 +159,8 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         message.base_ns,
         message.sequence_ns,
         message.token_ns,
+        message.draft_pass_ns,
+        message.draft_node_ns,
     )
 
 

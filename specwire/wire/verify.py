@@ -316,8 +316,9 @@ def response_to_proto(
         accounts = [answer.continuation or _NO_ACCOUNT for answer in answers]
         message.continuations.CopyFrom(_continuations_to_proto(accounts))
     if any(answer.proposal for answer in answers):
-        own = [replace(answer.proposal or Proposal(0), supports=()) for answer in answers]
-        message.next.CopyFrom(proposals.to_proto(own, 0))
+        own = [answer.proposal or Proposal(0) for answer in answers]
+        own = [each if each.support_len else replace(each, supports=()) for each in own]  # it is certain
+        message.next.CopyFrom(proposals.to_proto(own, max(each.support_len for each in own)))
     return message
 
 
@@ -353,8 +354,6 @@ def _next_from_proto(
         return [None] * num
     columns.check_lengths(message.continuations, num, "ahead_ids")
     found = proposals.columns_from_proto(message.next, num)
-    if any(found.has_supports):
-        raise InvalidRequestError("has_supports", True, "must be false for the service's own proposals")
     proposals.check(found, vocab_size)
     base_lens = [
         base_len + each.outcome.num_accepted + 1

@@ -52,7 +52,7 @@ class Reading:
 
 def up_argv(pair: tuple[Path, Path]) -> list[str]:
     target, draft = map(str, pair)
-    models = ["--target", target, "--draft", draft]
+    models = ["--target", target, "--draft", draft, "--draft-placement", "service"]
     return ["up", "--address", "127.0.0.1:0", "--log-level", "warning", *models, "--dtype", "float32", *FIXED]
 
 

@@ -1,4 +1,5 @@
-"""Layers for multi-token prediction and block drafters, whose keys lie in the target's pages.
+"""Layers for multi-token prediction and block drafters, whose keys lie in the target's pages; and a draft
+model in the target's process, which has pages of its own.
 
 Through real services: losses, memory, refusals, `specwire drafts`.
 """
@@ -25,7 +26,7 @@ from tests.support import encoder_decoders
 from tests.support.blocks import save_block_drafter
 from tests.support.harness import LocalStack, local_stack
 from tests.support.mtp import save_mtp_target
-from tests.support.pairs import save_target
+from tests.support.pairs import save_good_draft, save_target
 
 MTP = '{"method": "mtp"}'
 PROMPT = [5, 9, 11, 2, 7, 4]
@@ -40,26 +41,30 @@ class Served(NamedTuple):
     options: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["mtp", "dflash"])
+@pytest.fixture(scope="module", params=["mtp", "dflash", "draft_model"])
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory: Path = tmp_path_factory.mktemp(request.param)
     if request.param == "mtp":
         return Served("mtp", save_mtp_target(directory / "target"), {"mtp": True})
+    if request.param == "draft_model":
+        draft = save_good_draft(directory / "draft")
+        return Served("draft_model", save_target(directory / "target"), {"draft_model": str(draft)})
     drafter = save_block_drafter(directory / "drafter")
     return Served("dflash", save_target(directory / "target"), {"dflash": str(drafter)})
 
 
 @pytest.fixture(scope="module")
 def stack(served: Served) -> Iterator[LocalStack]:
-    """With a link between coordinator and verify; by default nothing is drafted."""
+    """With a link between coordinator and verify; only a draft model drafts by default."""
     with local_stack(served.target, verify_options=served.options, verify_link=Link()) as running:
         yield running
 
 
 def test_a_request_may_ask_for_them(served: Served, stack: LocalStack) -> None:
     source = served.source
-    plain = stack.client.generate(params=GREEDY, prompt_token_ids=PROMPT)
-    assert not plain.speculation.by_source
+    plain = stack.client.generate(params=replace(GREEDY, draft="off"), prompt_token_ids=PROMPT)
+    by_default = stack.client.generate(params=GREEDY, prompt_token_ids=PROMPT)
+    assert bool(by_default.speculation.by_source) is (source == "draft_model")
     done = stack.client.generate(params=replace(GREEDY, draft=source), prompt_token_ids=PROMPT)
     assert done.token_ids == plain.token_ids
     assert [each.source for each in done.speculation.by_source] == [source]
@@ -83,7 +88,8 @@ def test_trees(served: Served, stack: LocalStack) -> None:
 def test_a_lost_target_changes_no_text(served: Served, stack: LocalStack, temperature: float) -> None:
     """The connection is cut again and again while the text is read; each time a new sequence is opened."""
     params = replace(GREEDY, temperature=temperature, max_tokens=60, num_draft_tokens=3)
-    plain = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    off = replace(params, draft="off", num_draft_tokens=None)
+    plain = stack.client.generate(params=off, prompt_token_ids=PROMPT)
     assert stack.verify_proxy is not None
     with stack.client.stream(None, replace(params, draft=served.source), prompt_token_ids=PROMPT) as running:
         for number, _ in enumerate(running):
@@ -115,10 +121,11 @@ def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
     rows = {line.split()[0]: line for line in shown if line}
     assert rows["heads"].split()[1] == "no"
-    assert rows[served.source].split()[1] == "yes"
+    row = rows["model" if served.source == "draft_model" else served.source]
+    assert row.split()[1] == "yes"
     by_source = stack.client.get_status().by_source
     [num_rounds] = [each.num_drafts for each in by_source if each.source == served.source]
-    assert f" {num_rounds} " in rows[served.source]
+    assert f" {num_rounds} " in row
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -152,11 +159,14 @@ def test_targets_without_them(tmp_path: Path) -> None:
         running.client.generate(params=replace(GREEDY, draft="mtp"), prompt_token_ids=PROMPT)
 
 
-@pytest.mark.parametrize(("source", "value"), [("mtp", True), ("dflash", "drafter")])
+@pytest.mark.parametrize(
+    ("source", "value"), [("mtp", True), ("dflash", "drafter"), ("draft_model", "embedded")]
+)
 def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
     t5 = encoder_decoders.save(tmp_path / "t5", "t5")
+    flag = source.replace("_", "-")
     with (
-        pytest.raises(ModelLoadError, match=f"is an encoder-decoder, which is not served with --{source}"),
+        pytest.raises(ModelLoadError, match=f"is an encoder-decoder, which is not served with --{flag}"),
         local_stack(t5, verify_options={source: value}),
     ):
         pass
@@ -174,6 +184,15 @@ def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
             "does not go together with --batch-invariant",
         ),
         (lambda: VerifyConfig(dflash="x", mtp=True), "does not go together with --mtp"),
+        (lambda: VerifyConfig(draft_model="embedded", tensor_parallel_size=2), "size 1 only"),
+        (lambda: VerifyConfig(draft_model="embedded", mtp=True), "does not go together with --"),
+        (lambda: VerifyConfig(draft_model="/nowhere"), "--draft-model /nowhere: no such model directory"),
+        (lambda: VerifyConfig(draft_model="emulated:step_ms=1"), "give it a service of its own"),
+        (lambda: VerifyConfig(model="emulated:step_ms=1", draft_model="embedded"), "device that a draft"),
+        (lambda: UpConfig(draft="mtp", draft_placement="target"), "--draft mtp: is no draft model"),
+        (lambda: UpConfig(draft_placement="target", draft_learn=True), "--draft-learn True: learns"),
+        (lambda: UpConfig(draft_placement="target", draft_device="cuda"), "--draft-device cuda: is not the"),
+        (lambda: UpConfig(draft_placement="elsewhere"), "is not one of auto, target, service"),
         (lambda: UpConfig(draft="dflash"), "needs more: dflash:DIR"),
         (lambda: UpConfig(draft="dflash:/nowhere"), "no directory of dflash"),
         (lambda: DraftConfig(model="dflash:x"), "see the verify service's flag --dflash"),
@@ -190,6 +209,24 @@ def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
 def test_what_does_not_combine(make: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         make()
+
+
+def test_where_a_draft_model_runs() -> None:
+    """In the target's process, unless it is asked for what only a service has."""
+    assert UpConfig().own == ("draft_model", "embedded")
+    assert UpConfig(device="cuda", draft_device="cuda:0").draft_in_target
+    for asked in (
+        {"draft_placement": "service"},
+        {"draft_rtt_ms": 5.0},
+        {"num_outcomes": "4"},
+        {"draft_num_threads": 2},
+        {"draft": "ngram,embedded"},
+        {"device": "cuda"},
+        {"speculative_config": json.dumps({"method": "draft_model", "selection": "kseq"})},
+        {"target": "emulated:step_ms=1", "draft": "emulated:step_ms=1"},
+    ):
+        config = UpConfig(**asked)
+        assert (config.own.source, config.draft_in_target) == ("", False), asked
 
 
 def test_what_is_passed_on(tmp_path: Path) -> None:

@@ -206,7 +206,9 @@ def started_services() -> Iterator[dict[str, boot.ModelService]]:
 def float32_processes(
     target: Path, draft: Path | str, environ: dict[str, str] | None = None, **settings: Any
 ) -> Iterator[str]:
-    """Three processes, as of `specwire up`; yields the coordinator's address."""
+    """Three processes, as of `specwire up`, or two; yields the coordinator's address."""
+    if Path(draft).is_dir():
+        settings.setdefault("draft_placement", "service")
     config = UpConfig(
         target=str(target),
         draft=str(draft),

@@ -82,6 +82,7 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     named |= dict.fromkeys(("device", "draft_device"), "cuda:1")
     named |= {"host": "localhost", "cors_origin": "https://app.example", "metrics_from": "localhost:81"}
     named |= {"tool_call_parser": "mistral"}
+    named["draft_placement"] = "auto" if field.default == "service" else "service"
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):
         return "bfloat16"
@@ -111,8 +112,10 @@ KUBERNETES = {
 class TestSources:
     @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=IDS)
     def test_every_field_has_a_flag_a_variable_and_a_key(
-        self, kind: type[Any], field: Any, tmp_path: Path
+        self, kind: type[Any], field: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        free = "specwire.config.serve.ports.are_free"
+        monkeypatch.setattr(free, lambda *_: True)  # others take and free some meanwhile
         value = another_value(field)
         needed: dict[Any, dict[str, Any]] = {
             (UpConfig, "target"): {"draft": "none"},

@@ -67,9 +67,13 @@ class ModelRunner:
         vocab_size: width of the logits.
         num_embeddings: token ids that the model can read.
         context_len: maximum tokens of one sequence; None when the model names no limit.
+        drafting: what drafts of the target's own run on: a draft model beside this one, or this one; None
+            without any.
         attention_path: `views` on a CPU, else as in `Probe.attention_path`.
         kv_bytes_per_token: memory of a cached token in all layers.
     """
+
+    drafting: Any = None
 
     def __init__(
         self,

@@ -1,0 +1,51 @@
+"""What passes cost, measured once a model is loaded, so that a coordinator's first choice has something to
+go by.
+
+From then on the engine corrects it with every pass that it runs.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from specwire.engine.batch import Feed
+from specwire.engine.device import Runner
+from specwire.estimate.costs import CostModel
+
+_SIZES = ((1, 1), (1, 5), (1, 17), (8, 1), (8, 5), (32, 1))
+"""Sequences of a pass, and tokens of each: plain decoding, a chain, a tree, and many streams."""
+_NUM_TIMES = 4
+"""Passes of each size, of which the shortest one counts: the first takes longer, and any may be paused."""
+_MOST_S = 1.0
+"""No more sizes are begun after that."""
+
+
+def measure(runner: Runner) -> CostModel:
+    """Of sizes that fit; on the thread that runs the passes."""
+    costs, started_s = CostModel(2), time.perf_counter()
+    for num_sequences, num_tokens in _SIZES:
+        pages = num_sequences * -(-num_tokens // runner.pool.page_size)
+        if time.perf_counter() - started_s > _MOST_S or pages > runner.pool.num_pages:
+            break
+        token_ids = np.arange(num_tokens) % runner.vocab_size
+        caches = [runner.new_sequence() for _ in range(num_sequences)]
+        times_ns = []
+        try:
+            for _ in range(_NUM_TIMES):
+                for cache in caches:
+                    cache.truncate(0)
+                began_ns = time.perf_counter_ns()
+                runner.run([Feed(cache, token_ids, num_tokens) for cache in caches], None, _nothing)
+                runner.end_step()
+                times_ns.append(time.perf_counter_ns() - began_ns)
+        finally:
+            for cache in caches:
+                cache.release()
+        costs.add((num_sequences, num_sequences * num_tokens), max(1, min(times_ns)))
+    return costs
+
+
+def _nothing(question: object, logits: object) -> None:
+    """Passes whose rows nobody wants decide nothing."""

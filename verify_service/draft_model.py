@@ -1,0 +1,186 @@
+"""What a target proposes after its own verdicts with a draft model in its own process.
+
+    draft's cache  ├── committed ──┤├─ nodes that were expanded ─┤     the next round keeps the accepted path
+
+As a draft service, less the network: the same passes, trees, noise, and supports. Each sequence of the
+target has one of the draft, which follows it. It holds pages of a pool of its own, and gives them up when
+others need them: it is filled again from the committed tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specwire.config.services import DraftConfig, VerifyConfig
+from specwire.core import MAX_NUM_DRAFT_TOKENS, num_in_common
+from specwire.engine.batch import Feed, Feeds
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
+from specwire.errors import ResourceExhaustedError
+from specwire.rule import sampling
+from specwire.rule.columns import MATCHED, Rows
+from specwire.rule.rows import draw_supported
+from specwire.rule.transfer import to_device, to_host
+from specwire.support import Support
+from specwire.tree import TokenTree
+from verify_service.grown import Growing, GrownDrafts, Node
+from verify_service.own import Noise
+
+log = logging.getLogger(__name__)
+
+MAX_SUPPORT = DraftConfig.max_support
+"""Most tokens in a distribution that a token was drawn from, as of a draft service."""
+
+
+class DraftRunner(Protocol):
+    """The draft model: a `ModelRunner`."""
+
+    context_len: int | None
+
+    def new_sequence(self) -> SequenceCache:
+        """See `device.Runner`."""
+
+    def forward(self, feeds: Sequence[Feed]) -> Tensor:
+        """See `ModelRunner.forward`."""
+
+
+class ModelDrafts(GrownDrafts):
+    """See `GrownDrafts`.
+
+    Args:
+        runner: of the draft model.
+        config: of the target.
+        vocab_size: of the target.
+        may_be_tree: whether the target verifies trees.
+    """
+
+    def __init__(
+        self, runner: DraftRunner, config: VerifyConfig, vocab_size: int, *, may_be_tree: bool
+    ) -> None:
+        super().__init__(may_be_tree=may_be_tree)
+        self._runner, self._config, self._vocab_size = runner, config, vocab_size
+        self.support_len = min(vocab_size, MAX_SUPPORT)
+        self._followers: dict[TokenSequence, TokenSequence] = {}
+
+    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
+        """See `GrownDrafts`; nothing for sequences near the end of the draft's context."""
+        for closed in [each for each in self._followers if each.closed]:
+            self._followers.pop(closed).cache.release()
+        longest = self._runner.context_len
+        fitting = [
+            each for each in growing if not longest or len(each.committed) + each.growth.max_depth <= longest
+        ]
+        for each in fitting:
+            self._follow(each)
+        try:
+            super().grow(self._caught_up(fitting), states)
+        except ResourceExhaustedError as error:
+            log.debug("no room to draft in: %s", error)
+
+    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
+        """See `GrownDrafts`."""
+        places: dict[Growing, list[int]] = {}
+        for place, (of, _) in enumerate(nodes):
+            places.setdefault(of, []).append(place)
+        feeds = [self._feed(of, [nodes[place].node for place in at]) for of, at in places.items()]
+        logits = self._forward(feeds)
+        order = [place for at in places.values() for place in at]
+        if order != [*range(len(nodes))]:
+            logits = logits[to_device(np.argsort(order), logits.device)]
+        missing = self._vocab_size - logits.shape[1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[:, : self._vocab_size]
+
+    def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
+        """See `GrownDrafts`. Under rejection sampling a token is drawn."""
+        matched = [bool(of.sequence.encoded.traits & MATCHED) for of, _ in nodes]
+        if all(matched):
+            return super().add_candidates(nodes, logits, noise)
+        for add, wanted in ((super().add_candidates, True), (self._draw, False)):
+            at = [place for place, is_matched in enumerate(matched) if is_matched is wanted]
+            if at:
+                rows = logits[to_device(np.array(at), logits.device)]
+                add([nodes[place] for place in at], rows, noise)
+        return None
+
+    @staticmethod
+    def _draw(nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
+        rows = Rows.of([node.sampled() for node in nodes])
+        log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
+        drawn = draw_supported(log_probs, rows, DraftConfig.support_mass, MAX_SUPPORT)[0]
+        for (of, node), token_id, ids, probs, length in zip(nodes, *to_host(*drawn), strict=True):
+            of.growth.add(node, [max(0, int(token_id))], [1.0])
+            of.supports.append(Support(ids[:length], probs[:length]))
+
+    def _follow(self, growing: Growing) -> None:
+        """The draft's sequence becomes the committed tokens; it keeps what it has computed of them."""
+        sequence, committed = growing.sequence, growing.committed
+        own = self._followers.get(sequence)
+        if own is None:
+            cache = self._runner.new_sequence()
+            cache.root = sequence.cache.root
+            own = TokenSequence(sequence.params, sequence.prompt_len, cache, sequence.order)
+            self._followers[sequence] = own
+        chain = own.chain
+        num_known = max(0, min(len(chain), len(committed)) - MAX_NUM_DRAFT_TOKENS)  # but for what was drafted
+        if chain[:num_known] != committed[:num_known]:
+            num_known = 0
+        num_known += num_in_common(chain[num_known:], committed[num_known:])
+        own.rebase(num_known, committed[num_known:])
+        if not own.cache.length and self._config.prefix_sharing:
+            own.cache.reuse_prefix(committed, len(committed) - 1)
+
+    def _caught_up(self, growing: Sequence[Growing]) -> list[Growing]:
+        """Compute what long beginnings the draft lacks, so much in a step as running streams may wait for;
+        returns the sequences that lack no more than a round leaves."""
+        lacking = {each: self._followers[each.sequence] for each in growing}
+        behind = {
+            each: len(own.tokens) - 1 - own.cache.length
+            for each, own in lacking.items()
+            if len(own.tokens) - own.cache.length > MAX_CATCH_UP_TOKENS
+        }
+        is_alone = len(behind) == len(growing)
+        room = self._config.max_num_tokens if is_alone else self._config.max_prefill_tokens
+        feeds = []
+        for each, missing in behind.items():
+            own, num = lacking[each], min(missing, room)
+            if num:
+                feeds.append(Feed(own.cache, own.tokens[own.cache.length : own.cache.length + num], 0))
+                room -= num
+        if feeds:
+            self._forward(feeds)
+        for own in lacking.values() if self._config.prefix_sharing else ():
+            if own.cache.has_unnamed_page:
+                own.cache.remember(own.chain)
+        return [
+            each for each, own in lacking.items() if len(own.tokens) - own.cache.length <= MAX_CATCH_UP_TOKENS
+        ]
+
+    def _feed(self, growing: Growing, nodes: list[int]) -> Feed:
+        """The next tokens of the draft's sequence: what the outcome added, or nodes."""
+        own, growth = self._followers[growing.sequence], growing.growth
+        if nodes == [-1]:
+            return Feed(own.cache, own.tokens[own.cache.length :], 1)
+        token_ids = [growth.token_ids[node] for node in nodes]
+        own.tokens += token_ids
+        if growing.num_ranked > 1:
+            own.tree = growth.extended(own.tree or TokenTree(len(growing.committed), ()), nodes)
+        return Feed(own.cache, token_ids, len(nodes), own.tree)
+
+    def _forward(self, feeds: Sequence[Feed]) -> Tensor:
+        """One pass; memory that it lacks is taken from sequences that are not in it."""
+        try:
+            return self._runner.forward(Feeds.of(feeds))
+        except ResourceExhaustedError:
+            needed = {id(feed.cache) for feed in feeds}
+            for own in self._followers.values():
+                if id(own.cache) not in needed:
+                    own.cache.truncate(0)
+            return self._runner.forward(Feeds.of(feeds))
