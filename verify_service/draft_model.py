@@ -99,12 +99,14 @@ class ModelDrafts(GrownDrafts):
         return logits[:, : self._vocab_size]
 
     def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
-        """See `GrownDrafts`. Under rejection sampling a token is drawn."""
-        matched = [bool(of.sequence.encoded.traits & MATCHED) for of, _ in nodes]
-        if all(matched):
+        """See `GrownDrafts`. Under rejection sampling a token is drawn; not under a grammar, whose masks may
+        fail, or be late, for one token and not for another."""
+        sequences = [of.sequence for of, _ in nodes]
+        is_drawn = [not each.encoded.traits & MATCHED and each.grammar is None for each in sequences]
+        if not any(is_drawn):
             return super().add_candidates(nodes, logits, noise)
-        for add, wanted in ((super().add_candidates, True), (self._draw, False)):
-            at = [place for place, is_matched in enumerate(matched) if is_matched is wanted]
+        for add, wanted in ((super().add_candidates, False), (self._draw, True)):
+            at = [place for place, is_one in enumerate(is_drawn) if is_one is wanted]
             if at:
                 rows = logits[to_device(np.array(at), logits.device)]
                 add([nodes[place] for place in at], rows, noise)

@@ -64,6 +64,19 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def in_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """With the draft in the target's process."""
+    directory = tmp_path_factory.mktemp("speakers")
+    target = save_speaker(markov_model(), directory / "target")
+    draft = save_speaker(markov_model(0.7, 3), directory / "draft")
+    options = {"num_draft_tokens": "3"}
+    with local_stack(
+        target, coordinator_options=options, verify_options={"draft_model": str(draft)}
+    ) as running:
+        yield running
+
+
 def sampled(
     stack: LocalStack, settings: dict[str, Any], num_texts: int = NUM_TEXTS, grammar: Grammar = GRAMMAR
 ) -> list[Completion]:
@@ -80,6 +93,13 @@ def sampled(
             return await asyncio.gather(*(one(client, seed) for seed in range(num_texts)))
 
     return asyncio.run(every())
+
+
+@pytest.mark.parametrize("settings", [{"rule": Rule.BLOCK}, {"rule": Rule.GUMBEL, "max_depth": 3}])
+def test_they_do_with_the_draft_in_the_targets_process(
+    in_target: LocalStack, logits: torch.Tensor, settings: dict[str, Any]
+) -> None:
+    test_texts_follow_the_masked_distribution(in_target, logits, settings)
 
 
 @pytest.mark.parametrize("settings", CASES)
