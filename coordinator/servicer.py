@@ -44,7 +44,7 @@ from coordinator.totals import CallRecord, Totals
 from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
-from specwire.core import ModelInfo, Rule
+from specwire.core import ModelInfo
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -106,7 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             may_prepare=self._may_prepare,
         )
         self._own_choice = SharedChoice(lambda: self._admission.num_running)
-        self._choices_of_several: dict[tuple[Rule, int], SharedChoice] = {}
+        self._kseq_choice = SharedChoice(lambda: self._admission.num_running, num_chains=config.num_chains)
         self._beam_costs = SharedBeamCosts()
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
@@ -134,18 +134,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def choice(self) -> SharedChoice:
         """What the streams of this process learn together, or follow: those that draft by default."""
         if self._config.selects_kseq:
-            return self._choice_of(Rule.KSEQ, self._config.num_chains)
-        if self._config.num_lists > 1:
-            return self._choice_of(Rule.GUMBEL, self._config.num_lists)
+            return self._kseq_choice
         return self._own_choice if self._config.own_source else self._choice
-
-    def _choice_of(self, rule: Rule, num_chains: int) -> SharedChoice:
-        """Of rounds with several chains."""
-        key = rule, num_chains
-        if key not in self._choices_of_several:
-            choice = SharedChoice(lambda: self._admission.num_running, num_chains=num_chains)
-            self._choices_of_several[key] = choice
-        return self._choices_of_several[key]
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
@@ -426,9 +416,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _model_planner(self, checked: CheckedRequest) -> Planner:
         num_draft_tokens = checked.num_draft_tokens if checked.draft.uses_model else 0
         if checked.num_chains > 1:
-            rule = Rule.KSEQ if checked.params.rule is Rule.KSEQ else Rule.GUMBEL
-            choice = self._choice_of(rule, checked.num_chains)
-            one = _planner_of(choice, checked, num_draft_tokens, has_trees=False)
+            one = _planner_of(self._kseq_choice, checked, num_draft_tokens, has_trees=False)
             return SeveralChains(one, checked.num_chains)
         has_trees = self._draft_has_trees()
         return _planner_of(self._choice, checked, num_draft_tokens, has_trees=has_trees)
