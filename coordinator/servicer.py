@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from coordinator import metrics, spans
-from coordinator.admission import Admission, AdmissionSlot, SlotSource
+from coordinator.admission import Admission, AdmissionSlot
 from coordinator.beams.answer import BeamAnswer
 from coordinator.beams.drafting import BeamDrafts
 from coordinator.beams.followers import Followers
@@ -41,7 +41,6 @@ from coordinator.requests import CheckedRequest, GenerationRequest, RequestParse
 from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
-from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo
@@ -77,12 +76,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft: DraftPool,
         tokenizer: Tokenizer | None,
         tracer: tracing.Tracing,
-        worker: Worker | None = None,
         *,
         files: TokenizerFiles = NO_FILES,
     ) -> None:
         """Args:
-        worker: None where this process is the whole coordinator.
         files: of the tokenizer.
         """
         self._config = config
@@ -94,12 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._files_hash = files.hash
         self._tracer = tracer
         self._started_s = time.monotonic()
-        self._worker = worker
-        self._admission: SlotSource = (
-            Admission(max_running=config.max_running, max_waiting=config.max_waiting)
-            if worker is None
-            else worker.admission
-        )
+        self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
         self._choice = SharedChoice(
             lambda: self._admission.num_running,
             num_outcomes=config.fixed_outcomes,
@@ -185,8 +177,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
             start_ns=clock.epoch_ns(ledger.arrived_ns),
         )
-        headers = [("x-request-id", request_id)] if request_id else []
-        await self._send_headers(context, headers)
+        if request_id:
+            await context.send_initial_metadata((("x-request-id", request_id),))
         return CallRecord(self.totals, ledger, span, request_id)
 
     @contextlib.asynccontextmanager
@@ -425,16 +417,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         info = self._draft.info
         return info is not None and info.trees
 
-    async def _send_headers(self, context: Any, headers: Sequence[tuple[str, str]] = ()) -> None:
-        if self._worker is not None:
-            headers = [*headers, self._worker.header]
-        if headers:
-            await context.send_initial_metadata(tuple(headers))
-
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
-        await self._send_headers(context)
         draft = self._draft.info
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._target_info()),
@@ -445,7 +430,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetTokenizer(  # noqa: N802
         self, request: generation_pb2.GetTokenizerRequest, context: Any
     ) -> generation_pb2.GetTokenizerResponse:
-        await self._send_headers(context)
         return generation_pb2.GetTokenizerResponse(page=self._files.page(request.offset))
 
     def _target_info(self) -> ModelInfo:
@@ -461,10 +445,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any
     ) -> generation_pb2.GetStatusResponse:
-        return self.status() if self._worker is None else await self._worker.whole_status(self.status())
-
-    def status(self) -> generation_pb2.GetStatusResponse:
-        """Of this process."""
         return generation_pb2.GetStatusResponse(
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
@@ -487,6 +467,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 )
                 for way, is_chosen, expected_rate, measured_rate in self.choice.compared()
             ],
+            num_workers=self._config.workers,
         )
 
 

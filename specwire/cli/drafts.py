@@ -86,6 +86,8 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
         parts.append(table([_WAY_HEAD, *ways(status)], colour))
     if draft and draft.learning:
         parts.append(learnt(draft))
+    if status.num_workers > 1:
+        parts.append(f"Of the one worker that answered, of {status.num_workers}.")
     return "\n\n".join(parts)
 
 

@@ -370,7 +370,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain", "ways")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain", "ways", "num_workers")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +382,7 @@ class GetStatusResponse(_message.Message):
     BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHY_PLAIN_FIELD_NUMBER: _ClassVar[int]
     WAYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
@@ -393,7 +394,8 @@ class GetStatusResponse(_message.Message):
     by_source: _containers.RepeatedCompositeFieldContainer[SourceTotals]
     why_plain: str
     ways: _containers.RepeatedCompositeFieldContainer[WayStatus]
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ...) -> None: ...
+    num_workers: int
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class WayStatus(_message.Message):
     __slots__ = ("name", "is_chosen", "expected_tokens_per_s", "measured_tokens_per_s")
