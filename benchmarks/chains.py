@@ -1,7 +1,7 @@
 """`python -m benchmarks.chains`: what several chains in a round bring, and what they cost.
 
-Under k-SEQ, and under Gumbel coupling with a list of noise for each chain; beside one chain, and beside trees
-of one list. The embedded pair at temperature 1, all ways on the same prompts.
+Under k-SEQ, beside one chain, and beside trees under Gumbel coupling. The embedded pair at temperature 1, all
+ways on the same prompts.
 
 - `counts`: tokens a round. Only counts matter, so the machine may be busy.
 - `rates`: tokens/s of one stream, in turns with plain decoding and with the draft as it is by default.
@@ -33,11 +33,10 @@ NUMS_CHAINS = (1, 2, 4, 8)
 NUM_CHAINS = 4
 """What a request under k-SEQ has by itself: where trees are beside them, and tokens/s are measured."""
 TREES = [trees.Shape(num_nodes, depth) for num_nodes in (16, 32) for depth in LENGTHS]
-LISTS = replace(GUMBEL, num_lists=NUM_CHAINS)
 PASS_MS = 60
 """Of a target whose pass costs the same for all of these tokens: the embedded one, which sleeps meanwhile."""
 SETTLING_TOKENS, SETTLING_TOKENS_PACED = 500, 160
-LEAST_OF_ONE = {"k-SEQ": 1.1, "lists": 1.05}
+LEAST_OF_ONE = 1.1
 LEAST_OF_PLAIN, LEAST_PACED = 0.98, 1.5
 
 
@@ -55,11 +54,9 @@ WAYS = {
     f"k-SEQ, {NUM_CHAINS} chains of 4": Way(replace(KSEQ, num_draft_tokens=4), BLOCK_CHOSEN),
     f"k-SEQ, {NUM_CHAINS} chains, chosen": Way(KSEQ, BLOCK_CHOSEN),
     COUPLED_CHOSEN: Way(GUMBEL, COUPLED_CHOSEN),
-    f"lists, {NUM_CHAINS} chains of 4": Way(replace(LISTS, num_draft_tokens=4), COUPLED_CHOSEN),
-    f"lists, {NUM_CHAINS} chains, chosen": Way(LISTS, COUPLED_CHOSEN),
     "tree of 16, depth 8": Way(trees.Shape(16, 8).of(GUMBEL), COUPLED_CHOSEN),
 }
-"""In turns. Lengths that are not named are those that the coordinator chooses, and shapes of one list."""
+"""In turns. Lengths that are not named are those that the coordinator chooses."""
 CHOSEN = [way for way in WAYS if way.endswith("chosen")]
 
 
@@ -77,13 +74,9 @@ def counts(num_prompts: int, num_tokens: int) -> dict[str, list[float]]:
 
 
 def _counted(num_chains: int) -> dict[str, SamplingParams]:
-    ways = {
-        f"{name}, {num_chains} of {length}": replace(params, num_draft_tokens=length)
-        for name, params in (("k-SEQ", KSEQ), ("lists", replace(GUMBEL, num_lists=num_chains)))
-        for length in LENGTHS
-    }
+    ways = {f"k-SEQ, {num_chains} of {length}": replace(KSEQ, num_draft_tokens=length) for length in LENGTHS}
     if num_chains == NUM_CHAINS:
-        ways |= {str(shape): replace(shape.of(GUMBEL), num_lists=1) for shape in TREES}
+        ways |= {str(shape): shape.of(GUMBEL) for shape in TREES}
     return ways
 
 
@@ -123,7 +116,7 @@ def rates(config: UpConfig, num_runs: int, num_tokens: int, num_settling: int) -
 
 
 def _seed(params: SamplingParams, number: int) -> int | None:
-    """Gumbel coupling only: so plain decoding and all ways of one list write the same text."""
+    """Gumbel coupling only: so plain decoding and trees write the same text."""
     return number if params.rule is Rule.GUMBEL else None
 
 
@@ -152,9 +145,9 @@ def _report(parts: Mapping[str, Any], facts: Mapping[str, str]) -> Report:
     known = {part: parts[part]["found"] for part in _BARS if part in parts}
     about = (
         "Embedded pair in float32, temperature 1. Tokens a round: accepted ones and the one after them, 8 "
-        "streams; draft tokens: those that the target runs, as chains share what coincides. Trees are of one "
-        "list. Tokens/s: one stream, in turns, medians, and of the ratios to plain decoding of a prompt and "
-        f"to one chain or tree of chosen lengths: {BLOCK_CHOSEN} for k-SEQ, {COUPLED_CHOSEN} for lists."
+        "streams; draft tokens: those that the target runs, as chains share what coincides. Tokens/s: "
+        "one stream, in turns, medians, and of the ratios to plain decoding of a prompt and to one chain or "
+        f"tree of chosen lengths: {BLOCK_CHOSEN} for k-SEQ, {COUPLED_CHOSEN} for trees."
     )
     return Report(
         name="chains",
@@ -180,11 +173,10 @@ def _bar(what: str, measured: float, limit: float) -> Bar:
 def _bars_of_counts(found: Mapping[str, Sequence[float]]) -> list[Bar]:
     return [
         _bar(
-            f"tokens a round of {name}, {NUM_CHAINS} of {length}, over one of {length}",
-            found[f"{name}, {NUM_CHAINS} of {length}"][0] / found[f"{name}, 1 of {length}"][0],
-            limit,
+            f"tokens a round of k-SEQ, {NUM_CHAINS} of {length}, over one of {length}",
+            found[f"k-SEQ, {NUM_CHAINS} of {length}"][0] / found[f"k-SEQ, 1 of {length}"][0],
+            LEAST_OF_ONE,
         )
-        for name, limit in LEAST_OF_ONE.items()
         for length in LENGTHS
     ]
 

@@ -61,7 +61,6 @@ def methods(models: Path) -> dict[str, Method]:
     def method(**keys: Any) -> UpConfig:
         return replace(STACK, speculative_config=json.dumps({"method": "draft_model"} | keys))
 
-    chains = {"num_chains": 4}
     t5 = replace(STACK, target=str(models / "t5/target"), draft=str(models / "t5/draft"))
     mtp = replace(STACK, target=str(models / "mtp"), draft="mtp")
     other = method(use_heterogeneous_vocab=True).speculative_config
@@ -72,8 +71,7 @@ def methods(models: Path) -> dict[str, Method]:
         "block drafter": Method(**drafting("dflash", "dflash:{}")),
         "layers left out": Method(config=replace(STACK, draft=f"layers:{SKIPPED}")),
         "draft that learns": Method(**drafting("learnt", draft_learn=True), kinds=GREEDY | SAMPLED),
-        "k-SEQ, 4 chains": Method(config=method(selection="kseq", **chains), kinds=SAMPLED),
-        "4 lists of noise": Method(config=method(selection="lists", **chains), kinds=COUPLED),
+        "k-SEQ, 4 chains": Method(config=method(selection="kseq", num_chains=4), kinds=SAMPLED),
         "another vocabulary": Method(**drafting("other", speculative_config=other), kinds=GREEDY | SAMPLED),
         "encoder-decoder": Method(needs="t5", config=t5, kinds=GREEDY | SAMPLED, prompts=_inputs),
         "ngram>draft": Method(config=replace(STACK, draft=f"ngram>{embedded.DRAFT_DIR}")),

@@ -7,6 +7,7 @@ import os
 import sys
 
 from specwire import preflight
+from specwire.cli import replicas
 from specwire.config import environment, extras, flags
 from specwire.config import services as config
 from specwire.config.parser import Parser
@@ -29,11 +30,11 @@ async def _serve(args: argparse.Namespace) -> None:
     environment.check_environment(os.environ)
     listening.check(settings)
     extras.require("specwire coordinator", "coordinator")
-    preflight.check(settings)
-    if settings.workers > 1:
-        from coordinator.workers.crew import serving as serving_workers
-
-        await process.run_until_signal(serving_workers(settings))
+    is_worker = replicas.is_worker()
+    if not is_worker:
+        preflight.check(settings)
+    if settings.workers > 1 and not is_worker:
+        await process.run_until_signal(replicas.workers(["coordinator"], settings))
         return
     from coordinator.service import serving  # after the flags were checked
 

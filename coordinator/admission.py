@@ -15,7 +15,6 @@ paused as may run and wait; one more, and the client with most of them loses the
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import time
@@ -50,16 +49,16 @@ class Pause(Protocol):
 
 
 class AdmissionSlot:
-    """What a generation holds while it runs. Made by `SlotSource.slot`; for one task."""
+    """What a generation holds while it runs. Made by `Admission.slot`; for one task."""
 
-    def __init__(self, admission: SlotSource, client: Principal) -> None:
+    def __init__(self, admission: Admission, client: Principal) -> None:
         self._admission = admission
         self.client = client
         self._acquired_s: float | None = None
         self._pause = asyncio.timeout(None)
 
     async def acquire(self, *, has_begun: bool) -> None:
-        """Wait for it. Errors as for `SlotSource.slot`."""
+        """Wait for it. Errors as for `Admission.slot`."""
         await self._admission.wait(self.client, has_begun=has_begun)
         self._acquired_s = time.monotonic()
 
@@ -90,23 +89,33 @@ class AdmissionSlot:
         self._pause.reschedule(asyncio.get_running_loop().time())
 
 
-class SlotSource(abc.ABC):
-    """Where generations get their slots: the limits of this process, or of its parent."""
+class Admission:
+    """Limits on running, waiting and paused generations, fair between clients."""
+
+    def __init__(self, *, max_running: int, max_waiting: int) -> None:
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._running: Counter[str] = Counter()
+        self._waiting: list[_Entry] = []
+        self._paused: list[Pause] = []  # the longest pause comes first
+        self._last_turn: dict[str, int] = {}
+        self._num_turns = 0
+        self._mean_turn_s = 1.0
 
     @property
-    @abc.abstractmethod
     def num_running(self) -> int:
         """Generations running."""
+        return self._running.total()
 
     @property
-    @abc.abstractmethod
     def num_waiting(self) -> int:
         """Generations waiting for a slot."""
+        return len(self._waiting)
 
     @property
-    @abc.abstractmethod
     def num_paused(self) -> int:
         """Generations without a slot, waiting for their clients."""
+        return len(self._paused)
 
     @contextlib.asynccontextmanager
     async def slot(self, client: Principal) -> AsyncIterator[AdmissionSlot]:
@@ -124,49 +133,8 @@ class SlotSource(abc.ABC):
 
     # --- for `AdmissionSlot` -----------------------------------------------------------------------------
 
-    @abc.abstractmethod
     async def wait(self, client: Principal, *, has_begun: bool) -> None:
         """Until one more generation of the client may run. Errors as for `slot`."""
-
-    @abc.abstractmethod
-    def release(self, client: Principal, turn_s: float | None) -> None:
-        """A generation of the client stops running after `turn_s` seconds; None if that is not known."""
-
-    @abc.abstractmethod
-    def paused(self, slot: Pause) -> contextlib.AbstractContextManager[None]:
-        """Count one more as paused while the body runs; over the limit, another pause ends."""
-
-
-class Admission(SlotSource):
-    """Limits on running, waiting and paused generations, fair between clients."""
-
-    def __init__(self, *, max_running: int, max_waiting: int) -> None:
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._running: Counter[str] = Counter()
-        self._waiting: list[_Entry] = []
-        self._paused: list[Pause] = []  # the longest pause comes first
-        self._last_turn: dict[str, int] = {}
-        self._num_turns = 0
-        self._mean_turn_s = 1.0
-
-    @property
-    def num_running(self) -> int:
-        """See `SlotSource`."""
-        return self._running.total()
-
-    @property
-    def num_waiting(self) -> int:
-        """See `SlotSource`."""
-        return len(self._waiting)
-
-    @property
-    def num_paused(self) -> int:
-        """See `SlotSource`."""
-        return len(self._paused)
-
-    async def wait(self, client: Principal, *, has_begun: bool) -> None:
-        """See `SlotSource`."""
         if self._may_start(client):  # entries that wait despite a free slot are at limits of their own
             self._start(client.name)
             return
@@ -175,14 +143,14 @@ class Admission(SlotSource):
         await self._enqueue(_Entry(client, has_begun))
 
     def release(self, client: Principal, turn_s: float | None) -> None:
-        """See `SlotSource`."""
+        """A generation of the client stops running after `turn_s` seconds; None if that is not known."""
         if turn_s is not None:
             self._mean_turn_s += _SMOOTHING * (turn_s - self._mean_turn_s)
         self._release(client.name)
 
     @contextlib.contextmanager
     def paused(self, slot: Pause) -> Iterator[None]:
-        """See `SlotSource`."""
+        """Count one more as paused while the body runs; over the limit, another pause ends."""
         self._paused.append(slot)
         if self.num_paused > self._max_running + self._max_waiting:
             self._end_one_pause()

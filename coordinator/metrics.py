@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from coordinator.admission import SlotSource
+from coordinator.admission import Admission
 from coordinator.drafts.earlier import MAX_BYTES, EarlierOutputs
 from coordinator.length.choice import SharedChoice
 from coordinator.peers.pool import Pool
@@ -19,7 +19,7 @@ class CoordinatorSnapshot(NamedTuple):
     """What a coordinator's metrics are read from."""
 
     totals: Totals
-    admission: SlotSource
+    admission: Admission
     choice: SharedChoice
     earlier: EarlierOutputs
     verify: Pool
@@ -63,7 +63,6 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "specwire_requests_running_limit",
         "Most requests that may generate at a time (--max-running).",
         lambda now: now.config.max_running,
-        whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
@@ -212,7 +211,6 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "specwire_chosen_draft_tokens",
         "Draft tokens in the latest rounds that had any, on the average.",
         lambda now: now.choice.costs.mean_drafted,
-        whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
@@ -220,21 +218,18 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "Nodes of token trees whose size the coordinator chooses; 0 for chains. With trees, the other "
         "choices are those of their depth.",
         lambda now: now.choice.chosen.num_nodes,
-        whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
         "specwire_chosen_draft_tokens_cap",
         "Most draft tokens in a round whose number the coordinator chooses; 0 decodes plainly.",
         lambda now: now.choice.chosen.cap,
-        whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
         "specwire_chosen_outcomes",
         "Outcomes of a round that the draft prepares for.",
         lambda now: now.choice.num_outcomes,
-        whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
@@ -248,20 +243,12 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "specwire_trials_total",
         "Trials of another way to draft, by cap, outcomes and shape of proposals, that have begun.",
         lambda now: now.choice.num_trials,
-        whole=True,
     ),
     Metric(
         MetricKind.GAUGE,
         "specwire_earlier_output_bytes",
         f"Memory of earlier outputs that drafts are made from, at most {MAX_BYTES >> 20} MiB.",
         lambda now: now.earlier.num_bytes,
-    ),
-    # processes
-    Metric(
-        MetricKind.GAUGE,
-        "specwire_workers",
-        "Processes of the coordinator that serve (--workers).",
-        lambda now: 1,
     ),
     # peers
     Metric(
@@ -270,7 +257,6 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "Draft and verify services that new streams may go to, or may not.",
         _replicas,
         ("role", "state"),
-        whole=True,
     ),
     Metric(
         MetricKind.COUNTER,

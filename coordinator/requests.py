@@ -242,7 +242,7 @@ class RequestParser:
         """One under greedy decoding, without a draft model, and for a target that judges no trees."""
         if params.greedy or not draft.uses_model or not self._target.trees:
             return 1
-        return self._config.num_chains if params.rule is Rule.KSEQ else params.num_coupled_lists
+        return self._config.num_chains if params.rule is Rule.KSEQ else 1
 
     def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
@@ -276,16 +276,12 @@ class RequestParser:
         rule = params.rule or self._config.fixed_rule
         if rule is None:
             asks = params.seed is not None or self._has_seed or bool(params.max_depth) or draft.uses_own
-            asks = asks or (params.num_lists or self._config.num_lists) > 1
             if self._config.selects_kseq and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ
             else:
                 rule = Rule.GUMBEL if asks or self._draft_is_far() else Rule.BLOCK
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        num_lists = params.num_lists
-        if num_lists is None:
-            num_lists = self._config.num_lists if rule is Rule.GUMBEL and not params.greedy else 1
-        return replace(params, seed=seed, rule=rule, num_lists=num_lists)
+        return replace(params, seed=seed, rule=rule)
 
 
 def _keyed(params: SamplingParams, *, is_adaptive: bool) -> SamplingParams:

@@ -74,6 +74,4 @@ def checked_resume_info(
         )
     assert params.seed is not None
     assert params.rule is not None
-    return ResumeInfo(
-        seed=params.seed, rule=params.rule, context_digest=ours, num_lists=params.num_coupled_lists
-    )
+    return ResumeInfo(seed=params.seed, rule=params.rule, context_digest=ours)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 from coordinator import starting
 from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
-from coordinator.workers.worker import Worker
 from specwire import embedded, tokenizer, tokenizer_files
 from specwire.config.models import EMBEDDED
 from specwire.config.services import CoordinatorConfig
 from specwire.errors import ConfigError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
-from specwire.telemetry.metrics import Group
 from specwire.tokenizer import Tokenizer
 from specwire.tokenizer_files import TokenizerFiles
 from specwire.v1 import generation_pb2, generation_pb2_grpc
@@ -26,14 +23,11 @@ _SYSTEM_NAMES = Names()
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    config: CoordinatorConfig, names: Names = _SYSTEM_NAMES, worker: Worker | None = None
-) -> AsyncIterator[str]:
-    """Run a coordinator, or one of its workers; yields its `HOST:PORT`, and ends gracefully.
+async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> AsyncIterator[str]:
+    """Run a coordinator, or one worker of several; yields its `HOST:PORT`, and ends gracefully.
 
     Args:
         names: how the names of `dns:///NAME:PORT` are resolved.
-        worker: None where this process is the whole coordinator.
 
     Raises:
         ServiceUnavailableError: no verify service answered in time.
@@ -58,19 +52,14 @@ async def serving(
         )
         stack.push_async_callback(draft.close)
         await draft.connect()
-        if worker is None:
-            starting.log_found(config, verify, draft)
+        starting.log_found(config, verify, draft)
         files = await _tokenizer_files(config, verify)
         loaded = _load_tokenizer(config, files, verify.info.name)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-        server = Server(config, [name], shares_port=worker is not None)
-        servicer = GenerationServicer(config, verify, draft, loaded, tracer, worker, files=files)
+        server = Server(config, [name], shares_port=config.workers > 1)
+        servicer = GenerationServicer(config, verify, draft, loaded, tracer, files=files)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
-        groups: list[Group[Any]] = [servicer.metrics(), endpoint.spans(tracer, "coordinator")]
-        if worker is not None:
-            worker.begin(servicer, groups)
-        else:
-            await stack.enter_async_context(endpoint.serving_groups(config, groups))
+        await stack.enter_async_context(endpoint.serving(config, [servicer.metrics()], tracer, "coordinator"))
         stack.push_async_callback(server.stop)
         yield await server.start()
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from coordinator import metrics, spans
-from coordinator.admission import Admission, AdmissionSlot, SlotSource
+from coordinator.admission import Admission, AdmissionSlot
 from coordinator.beams.answer import BeamAnswer
 from coordinator.beams.drafting import BeamDrafts
 from coordinator.beams.followers import Followers
@@ -41,10 +41,9 @@ from coordinator.requests import CheckedRequest, GenerationRequest, RequestParse
 from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
-from coordinator.workers.worker import Worker
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
-from specwire.core import ModelInfo, Rule
+from specwire.core import ModelInfo
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -77,12 +76,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft: DraftPool,
         tokenizer: Tokenizer | None,
         tracer: tracing.Tracing,
-        worker: Worker | None = None,
         *,
         files: TokenizerFiles = NO_FILES,
     ) -> None:
         """Args:
-        worker: None where this process is the whole coordinator.
         files: of the tokenizer.
         """
         self._config = config
@@ -94,19 +91,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._files_hash = files.hash
         self._tracer = tracer
         self._started_s = time.monotonic()
-        self._worker = worker
-        self._admission: SlotSource = (
-            Admission(max_running=config.max_running, max_waiting=config.max_waiting)
-            if worker is None
-            else worker.admission
-        )
+        self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
         self._choice = SharedChoice(
             lambda: self._admission.num_running,
             num_outcomes=config.fixed_outcomes,
             may_prepare=self._may_prepare,
         )
         self._own_choice = SharedChoice(lambda: self._admission.num_running)
-        self._choices_of_several: dict[tuple[Rule, int], SharedChoice] = {}
+        self._kseq_choice = SharedChoice(lambda: self._admission.num_running, num_chains=config.num_chains)
         self._beam_costs = SharedBeamCosts()
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
@@ -134,18 +126,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def choice(self) -> SharedChoice:
         """What the streams of this process learn together, or follow: those that draft by default."""
         if self._config.selects_kseq:
-            return self._choice_of(Rule.KSEQ, self._config.num_chains)
-        if self._config.num_lists > 1:
-            return self._choice_of(Rule.GUMBEL, self._config.num_lists)
+            return self._kseq_choice
         return self._own_choice if self._config.own_source else self._choice
-
-    def _choice_of(self, rule: Rule, num_chains: int) -> SharedChoice:
-        """Of rounds with several chains."""
-        key = rule, num_chains
-        if key not in self._choices_of_several:
-            choice = SharedChoice(lambda: self._admission.num_running, num_chains=num_chains)
-            self._choices_of_several[key] = choice
-        return self._choices_of_several[key]
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
@@ -195,8 +177,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
             start_ns=clock.epoch_ns(ledger.arrived_ns),
         )
-        headers = [("x-request-id", request_id)] if request_id else []
-        await self._send_headers(context, headers)
+        if request_id:
+            await context.send_initial_metadata((("x-request-id", request_id),))
         return CallRecord(self.totals, ledger, span, request_id)
 
     @contextlib.asynccontextmanager
@@ -426,9 +408,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _model_planner(self, checked: CheckedRequest) -> Planner:
         num_draft_tokens = checked.num_draft_tokens if checked.draft.uses_model else 0
         if checked.num_chains > 1:
-            rule = Rule.KSEQ if checked.params.rule is Rule.KSEQ else Rule.GUMBEL
-            choice = self._choice_of(rule, checked.num_chains)
-            one = _planner_of(choice, checked, num_draft_tokens, has_trees=False)
+            one = _planner_of(self._kseq_choice, checked, num_draft_tokens, has_trees=False)
             return SeveralChains(one, checked.num_chains)
         has_trees = self._draft_has_trees()
         return _planner_of(self._choice, checked, num_draft_tokens, has_trees=has_trees)
@@ -437,16 +417,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         info = self._draft.info
         return info is not None and info.trees
 
-    async def _send_headers(self, context: Any, headers: Sequence[tuple[str, str]] = ()) -> None:
-        if self._worker is not None:
-            headers = [*headers, self._worker.header]
-        if headers:
-            await context.send_initial_metadata(tuple(headers))
-
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
-        await self._send_headers(context)
         draft = self._draft.info
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._target_info()),
@@ -457,7 +430,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetTokenizer(  # noqa: N802
         self, request: generation_pb2.GetTokenizerRequest, context: Any
     ) -> generation_pb2.GetTokenizerResponse:
-        await self._send_headers(context)
         return generation_pb2.GetTokenizerResponse(page=self._files.page(request.offset))
 
     def _target_info(self) -> ModelInfo:
@@ -473,10 +445,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any
     ) -> generation_pb2.GetStatusResponse:
-        return self.status() if self._worker is None else await self._worker.whole_status(self.status())
-
-    def status(self) -> generation_pb2.GetStatusResponse:
-        """Of this process."""
         return generation_pb2.GetStatusResponse(
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
@@ -499,6 +467,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 )
                 for way, is_chosen, expected_rate, measured_rate in self.choice.compared()
             ],
+            num_workers=self._config.workers,
         )
 
 

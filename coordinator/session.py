@@ -139,7 +139,6 @@ class Session:
             model=target.name,
             reproducible=not self._request.why_not_reproducible,
             why_not_reproducible=self._request.why_not_reproducible,
-            num_lists=params.num_coupled_lists,
         )
 
     def _assemble(self) -> None:

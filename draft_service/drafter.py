@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from specwire.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
-from specwire.rule.rows import Race, draw_supported, matched_scores, raced_scores, take_rows
+from specwire.rule.rows import draw_supported, matched_scores, take_rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import FloatArray, IntArray, Support
 from specwire.tree import TokenTree
@@ -113,11 +113,6 @@ class DraftJob(Job):
     @property
     def draws(self) -> Sequence[int]:
         """Of a job with several chains: the row, among its own, that the next token of each is drawn from."""
-        return ()
-
-    @property
-    def races(self) -> Sequence[Race]:
-        """Of a job with lists of noise: how the next token of each chain is drawn, by its own rows."""
         return ()
 
     @property
@@ -364,7 +359,6 @@ class Question(NamedTuple):
         num_ranked: likeliest tokens wanted of each row.
         free: rows whose likeliest of all the draft's own tokens is wanted, too; or the likeliest of these.
         draws: by first row of jobs with several chains, the row that the next token of each is drawn from.
-        races: by first row of jobs with lists of noise, how the next token of each chain is drawn.
     """
 
     rows: Rows
@@ -372,7 +366,6 @@ class Question(NamedTuple):
     num_ranked: int
     free: Mapping[int, IntArray | None] = _NOTHING
     draws: Mapping[int, Sequence[int]] = _NOTHING
-    races: Mapping[int, Sequence[Race]] = _NOTHING
 
 
 class DraftDecider:
@@ -415,19 +408,13 @@ class DraftDecider:
         num_ranked = max((job.num_ranked for job in drafts), default=0)
         each_limit = np.repeat(limits, num_rows).tolist() if any(limits) else ()
         free = self._free(drafts) if self._scores else {}
-        return Question(rows, each_limit, num_ranked, free, self._draws(drafts), self._races(drafts))
+        return Question(rows, each_limit, num_ranked, free, self._draws(drafts))
 
     @staticmethod
     def _draws(jobs: Sequence[DraftJob]) -> Mapping[int, Sequence[int]]:
         starts = accumulate((job.num_rows for job in jobs), initial=0)
         each = zip(starts, (job.draws for job in jobs), strict=False)
         return {start: [start + row for row in draws] for start, draws in each if draws}
-
-    @staticmethod
-    def _races(jobs: Sequence[DraftJob]) -> Mapping[int, Sequence[Race]]:
-        starts = accumulate((job.num_rows for job in jobs), initial=0)
-        each = zip(starts, (job.races for job in jobs), strict=False)
-        return {start: [Race(start + row, lists) for row, lists in races] for start, races in each if races}
 
     @staticmethod
     def _free(jobs: Sequence[DraftJob]) -> Mapping[int, IntArray | None]:
@@ -451,11 +438,8 @@ class DraftDecider:
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         matched, sampled = rows.having(MATCHED), rows.having(MATCHED, wanted=False)
         chosen, drawn = self._match(question, log_probs, matched), self._draw(question, log_probs, sampled)
-        host = to_host(*chosen, *drawn, *self._race(question, log_probs))
-        of_chains: dict[int, Sequence[int]] = {}
-        for asked in (question.races, question.draws):
-            if asked:
-                of_chains |= _by_job(asked, host.pop().tolist())
+        host = to_host(*chosen, *drawn)
+        of_chains = _by_job(question.draws, host.pop().tolist()) if question.draws else None
         found = self._of_kinds(question, host, matched, sampled, len(chosen))
         return found._replace(of_chains=of_chains) if of_chains else found
 
@@ -497,14 +481,6 @@ class DraftDecider:
         shares = (SHARPNESS * top.values - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
         return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1), shares]
 
-    @staticmethod
-    def _race(question: Question, log_probs: Tensor) -> list[Tensor]:
-        """A token for each chain of the jobs that have lists of noise; nothing without any."""
-        if not question.races:
-            return []
-        scores = raced_scores(log_probs, question.rows, [*chain.from_iterable(question.races.values())])
-        return [sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)]
-
     def _draw(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
         """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
 
@@ -534,7 +510,7 @@ class DraftDecider:
         return ids[found].gather(1, columns[:, None])[:, 0]
 
 
-def _by_job(draws: Mapping[int, Sequence[Any]], token_ids: Sequence[int]) -> Mapping[int, Sequence[int]]:
+def _by_job(draws: Mapping[int, Sequence[int]], token_ids: Sequence[int]) -> Mapping[int, Sequence[int]]:
     ends = [*accumulate(map(len, draws.values()))]
     return {first: token_ids[end - len(draws[first]) : end] for first, end in zip(draws, ends, strict=True)}
 

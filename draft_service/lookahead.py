@@ -34,7 +34,6 @@ from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, Tr
 from draft_service.inner.jobs import InnerJob
 from draft_service.inner.stream import InnerStream
 from draft_service.lessons import Lesson
-from draft_service.lists import ListsJob
 from draft_service.strings import StringJob
 from draft_service.translation import Committed, Transcript
 from specwire.core import MAX_TREE_NODES, Preparation, Proposal
@@ -375,8 +374,7 @@ class Lookahead:
         """Drafts a tree, or a chain or several if its depth is 0; other arguments as of `DraftJob`."""
         fields |= {"vocab_limit": self._vocab_limit, "committed": committed}
         if num_chains > 1 and fields["num_draft_tokens"]:
-            several = ListsJob if sequence.params.matches_tokens else ChainsJob
-            return several(sequence, base_len, token_ids, num_chains=num_chains, **fields)
+            return ChainsJob(sequence, base_len, token_ids, num_chains=num_chains, **fields)
         if not (max_depth and fields["num_draft_tokens"]):
             is_text = committed is not None and bool(fields["num_draft_tokens"]) and _is_plain(sequence)
             if self._inner is not None:

@@ -244,11 +244,8 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     def _check_chains(self, num_chains: int, params: SamplingParams) -> None:
         if num_chains == 1:
             return
-        if params.greedy or params.rule not in (Rule.KSEQ, Rule.GUMBEL):
+        if params.greedy or params.rule is not Rule.KSEQ:
             raise UnsupportedError("num_chains", num_chains, f"not under rule {params.rule}")
-        num_lists = params.num_coupled_lists
-        if params.rule is Rule.GUMBEL and num_chains > num_lists:
-            raise UnsupportedError("num_chains", num_chains, f"each needs a list, of num_lists={num_lists}")
         if not self.service.info.trees:
             raise UnsupportedError("num_chains", num_chains, "this service drafts one chain only")
         if self._settings.shared:

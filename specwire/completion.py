@@ -116,14 +116,13 @@ class ResumeInfo:
     """What determines a generation besides its request, for the coordinator that resumes it.
 
     Attributes:
-        seed, rule, num_lists: as in the completion.
+        seed, rule: as in the completion.
         context_digest: of the target, its tokenizer, and the prompt as token ids.
     """
 
     seed: int
     rule: Rule
     context_digest: str
-    num_lists: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,7 +331,6 @@ class Completion:
         stop_reason: the stop string or token id that ended it, if one did.
         seed: fixes all random choices of this generation.
         rule: verification rule of this generation.
-        num_lists: lists of noise that its tokens were drawn from.
         reproducible: whether the same request gives the same text, with any draft and under any load: tokens
             were matched, and the target is batch-invariant. Else rounding may decide between tokens of nearly
             equal probability.
@@ -357,7 +355,6 @@ class Completion:
     num_resumes: int = 0
     reproducible: bool = False
     why_not_reproducible: str = ""
-    num_lists: int = 1
     hypotheses: tuple[Hypothesis, ...] = ()
     prompt: tuple[Token, ...] = ()
 
@@ -371,7 +368,6 @@ class Completion:
             "model": self.model,
             "seed": self.seed,
             "rule": self.rule.value,
-            "num_lists": self.num_lists,
             "reproducible": self.reproducible,
             "why_not_reproducible": self.why_not_reproducible,
             "usage": _fields(self.usage),

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 # Nouns are values: once made they do not change. Those that every round makes anew are not `frozen`: a field
 # of a frozen one takes ten times as long to set.
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
 MAX_NUM_OUTCOMES = 64
-MAX_NUM_LISTS = 8
-"""Of Gumbel noise."""
 MAX_PATH_LEN = MAX_NUM_OUTCOMES * (MAX_NUM_DRAFT_TOKENS + 1)
 """Most tokens that a prepared proposal depends on: those of as many rounds as outcomes are prepared for."""
 MAX_LOGPROBS = 20
@@ -162,10 +160,6 @@ class SamplingParams:
     """The verification rule; None leaves it to the server, and the completion reports it. By default the
     server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`; one that selects by
     k-SEQ takes `KSEQ` where no seed is given."""
-    num_lists: int | None = None
-    """Lists of noise that the target's tokens are drawn from under `Rule.GUMBEL`, in [1, 8]. With several, a
-    draft model draws as many chains, each with lists of its own (Rowan et al. 2025, arXiv 2506.05632). The
-    text depends on their number, on no draft. None leaves it to the server, and the completion reports it."""
     num_draft_tokens: int | None = None
     """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
     max_depth: int | None = None
@@ -198,7 +192,6 @@ class SamplingParams:
         self._coerce()
         self._check_counts()
         self._check_depth()
-        self._check_lists()
         self._check_warps()
         self._check_penalties()
         grammar = self.grammar
@@ -270,15 +263,6 @@ class SamplingParams:
         depth, can_match = self.max_depth, self.matches_tokens or self.rule is None
         _check(not depth or can_match, "max_depth", depth, f"trees need rule {Rule.GUMBEL} or temperature 0")
 
-    def _check_lists(self) -> None:
-        num, can_couple = self.num_lists, self.rule in (None, Rule.GUMBEL)
-        ok = num is None or (_is_int(num) and 1 <= num <= MAX_NUM_LISTS)
-        _check(ok, "num_lists", num, f"must lie in [1, {MAX_NUM_LISTS}]")
-        several = num is not None and num > 1
-        _check(not several or can_couple, "num_lists", num, f"needs rule {Rule.GUMBEL}")
-        problem = f"does not combine with max_depth={self.max_depth}: its chains are no tree"
-        _check(not (several and self.max_depth), "num_lists", num, problem)
-
     def _check_draft(self) -> None:
         draft = self.draft
         ok = draft is None or (isinstance(draft, str) and 0 < len(draft) <= MAX_DRAFT_LEN)
@@ -336,11 +320,6 @@ class SamplingParams:
     def matches_tokens(self) -> bool:
         """True if a draft token is accepted by equality with the target's own: no probabilities are sent."""
         return self.greedy or self.rule is Rule.GUMBEL
-
-    @property
-    def num_coupled_lists(self) -> int:
-        """Lists of noise that each token is drawn from; 1 where there is none."""
-        return (self.num_lists or 1) if self.rule is Rule.GUMBEL and not self.greedy else 1
 
 
 @dataclass(slots=True)

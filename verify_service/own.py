@@ -19,7 +19,7 @@ from specwire.core import Outcome, Proposal, Verdict
 from specwire.engine.jobs import TokenSequence
 from specwire.rule import acceptance
 from specwire.rule.columns import GUMBEL, Rows
-from specwire.rule.rows import coupled_noise
+from specwire.rule.random import gumbel_noise
 from specwire.rule.transfer import to_device
 
 _MOST_NOISE = 1 << 24
@@ -121,7 +121,7 @@ class Noise:
         self._places: dict[tuple[int, ...], int] = {}
         self._noise: Tensor
         keys = [
-            (sequence.seed, position, sequence.encoded.num_lists)
+            (sequence.seed, position)
             for sequence, start, depth in drafted
             if sequence.encoded.traits & GUMBEL
             for position in range(start, start + depth)
@@ -134,7 +134,7 @@ class Noise:
         noisy = rows.having(GUMBEL)
         if noisy is None:
             return scores
-        columns = np.stack([rows.seeds[noisy], rows.positions[noisy], rows.nums_lists[noisy]])
+        columns = np.stack([rows.seeds[noisy], rows.positions[noisy]])
         keys = [*zip(*columns.tolist(), strict=True)]
         if not self._places.keys() >= set(keys):
             self._compute(list(dict.fromkeys(keys)))
@@ -145,8 +145,8 @@ class Noise:
         return scores.index_add(0, to_device(noisy, self._device), noise)
 
     def _compute(self, keys: Sequence[tuple[int, ...]]) -> None:
-        seeds, positions, nums_lists = np.array(keys, np.int64).T
+        seeds, positions = np.array(keys, np.int64).T
         self._places = {key: place for place, key in enumerate(keys)}
         # Single precision: what is proposed need not be exact.
-        noise = coupled_noise(seeds, positions, nums_lists, self._vocab_size, self._device)
+        noise = gumbel_noise(seeds, positions, self._vocab_size, self._device)
         self._noise = noise.float()

@@ -1,8 +1,4 @@
-"""`specwire verify --replicas N`: N verify services, each a child process with a port of its own.
-
-A replica that dies is restarted at the same address. If a replica cannot start the first time, the command
-ends: restarting it would fail in the same way.
-"""
+"""`specwire verify --replicas N`: N verify services, each a child process with a port of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
-from itertools import chain
+from dataclasses import replace
+from functools import partial
 
-from specwire.cli.kept import KeptService
-from specwire.cli.process import Service, wait_ready
+from specwire.cli.replicas import Replica, kept
 from specwire.cli.supervisor import device_of
 from specwire.config.fields import next_address
-from specwire.config.flags import flag_words
 from specwire.config.services import VerifyConfig
 from specwire.engine.group.instance import Instance, isolated_environ
 from specwire.engine.group.placement import require_ray
@@ -34,50 +28,13 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         ConfigError: one of them cannot start, with its own reason.
         ServiceUnavailableError: the Ray instance that they share has ended.
     """
-    with contextlib.ExitStack() as stack:
-        instance = stack.enter_context(_shared_instance(config))
+    with _shared_instance(config) as instance:
         ray_address = instance.ready() if instance else config.ray_address
-        replicas: list[LocalReplica] = []
-        stack.callback(lambda: [replica.service.kill() for replica in replicas])
-        for index in range(config.replicas):
-            replicas.append(
-                LocalReplica(_config_of(config, index, ray_address), isolated_environ() if instance else {})
-            )
-        await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(replica.keep()) for replica in replicas]
-                if instance is not None:
-                    tasks.append(group.create_task(_watch(instance)))
-                yield ",".join(replica.service.address for replica in replicas)
-                for task in tasks:
-                    task.cancel()
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        await asyncio.gather(*(replica.stop(config.grace_s) for replica in replicas))
-
-
-class LocalReplica(KeptService):
-    """One verify service."""
-
-    def __init__(self, config: VerifyConfig, environ: dict[str, str]) -> None:
-        """Start it; it does not serve yet.
-
-        Args:
-            environ: added to the environment of the process.
-        """
-        self._config, self._environ = config, environ
-        super().__init__()
-
-    def _start(self, address: str) -> Service:
-        self._config = replace(self._config, address=address or self._config.address)
-        words = [flag_words(field.name, getattr(self._config, field.name)) for field in fields(self._config)]
-        return Service("verify_service", [*chain(*words)], self._environ)
-
-    @property
-    def name(self) -> str:
-        """See `KeptService`."""
-        return f"verify service {self.service.address or self._config.address}"
+        environ, watch = (isolated_environ(), [partial(_watch, instance)]) if instance else ({}, [])
+        configs = [_config_of(config, index, ray_address) for index in range(config.replicas)]
+        replicas = [Replica("verify service", ["verify_service"], each, environ) for each in configs]
+        async with kept(replicas, config.grace_s, *watch):
+            yield ",".join(replica.service.address for replica in replicas)
 
 
 def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | None]:

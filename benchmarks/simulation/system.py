@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +23,6 @@ from coordinator.peers.link import Call
 from coordinator.peers.link import Link as SharedLink
 from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
-from coordinator.workers.worker import LOOK_S
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
 from specwire.config.services import CoordinatorConfig, DraftConfig
@@ -40,7 +38,6 @@ from verify_service.verifier import VerifyDecider
 
 _NO_TRACING = tracing.Tracing()
 _UNLIMITED = 1 << 30
-_SHARE_TURNS = round(1.0 / LOOK_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +53,6 @@ class Setting:
         speculative_config: drafts from text, as of the coordinator's flag.
         link: between coordinators and drafts; coordinators and their verify services are neighbours.
         num_groups: verify services, each with a coordinator of its own.
-        num_workers: processes of each coordinator.
         num_drafts: draft services, among which the sequences of all groups are spread; 0 for none.
         colocated: drafts run on their group's target device, in the same process: one for each group, with
             no messages to pay for.
@@ -73,7 +69,6 @@ class Setting:
     link: Link = field(default_factory=Link)
     overheads: Overheads = field(default_factory=Overheads)
     num_groups: int = 1
-    num_workers: int = 1
     num_drafts: int = 1
     colocated: bool = False
     exact: bool = False
@@ -152,8 +147,7 @@ class _Replica(Replica):
 
 
 class Group:
-    """A verify service and its coordinator, of one process or several; `drafts` are what its streams take in
-    turn."""
+    """A verify service and its coordinator; `drafts` are what its streams take in turn."""
 
     def __init__(
         self, setting: Setting, hosts: Hosts, drafts: list[DraftService], tracer: tracing.Tracing
@@ -162,30 +156,11 @@ class Group:
         if setting.colocated:
             drafts = [DraftService(setting, hosts, self.verify.device)]
             drafts[0].engine.share_device()
-        workers = [_Worker(setting, hosts, self.verify, drafts, tracer) for _ in range(setting.num_workers)]
-        self._turns = itertools.cycle(workers)
-        if len(workers) > 1:
-            self._sharing = asyncio.create_task(_share(*workers))
-
-    async def generate(self, request: generation_pb2.GenerateRequest, client: Client) -> None:
-        """One generation, to its end."""
-        await next(self._turns).generate(request, client)
+        self.coordinator = Coordinator(setting, hosts, self.verify, drafts, tracer)
 
 
-async def _share(leader: _Worker, *others: _Worker) -> None:
-    """Have the others follow, as workers do: at once where an option changes, else every second."""
-    before = None
-    for turn in itertools.count():
-        now = leader.choice.options
-        if now != before or turn % _SHARE_TURNS == 0:
-            learnt, before = leader.choice.exported(), now
-            for other in others:
-                other.choice.follow(learnt)
-        await asyncio.sleep(LOOK_S)
-
-
-class _Worker:
-    """One process of a coordinator."""
+class Coordinator:
+    """The real servicer, without a server."""
 
     def __init__(
         self,
@@ -214,7 +189,6 @@ class _Worker:
         for draft in drafts:
             draft_pool.add(_Replica("draft", draft.info, partial(self._open_draft, draft)))
         servicer = GenerationServicer(config, verify_pool, draft_pool, None, tracer)
-        self.choice = servicer.choice
         self._generate = servicer.Generate
 
     def _open_verify(self) -> SharedLink:

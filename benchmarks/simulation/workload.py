@@ -48,7 +48,7 @@ def tokens_per_s(completed: Sequence[generation_pb2.Completion]) -> float:
 
 async def _completion(group: Group, params: SamplingParams) -> generation_pb2.Completion:
     client = Client()
-    await group.generate(_request(params), client)
+    await group.coordinator.generate(_request(params), client)
     assert client.completion is not None
     return client.completion
 
@@ -162,7 +162,7 @@ async def _endless(world: World, client: Client, index: int, setting: Setting) -
     await asyncio.sleep(setting.target.base_ms / 1e3 * (index // num_groups % _NUM_STARTS) / _NUM_STARTS)
     params = SamplingParams(max_tokens=_ENDLESS, temperature=0, seed=index)
     prompt = [1, 2 + index]  # the next token depends on the last: a shared one makes all texts the same
-    await world.groups[index % num_groups].generate(
+    await world.groups[index % num_groups].coordinator.generate(
         client_wire.generate_request(None, params, prompt), client
     )
 

@@ -22,12 +22,9 @@ _WITHOUT = {
     "prompt_logprobs": None,
     "stop": (),
     "rule": None,
-    "num_lists": None,
     "logprobs": None,
 }
 """The only values with which beam search ranks texts by the target's own log probabilities, as documented."""
-_RESUMED = ("rule", "num_lists")
-"""Of these, what a resumed request names as the coordinator chose it before."""
 
 
 def check_beams(
@@ -51,7 +48,7 @@ def check_beams(
     resumes = bool(message.context_digest)
     for name, only in _WITHOUT.items():
         value = getattr(params, name)
-        if value != only and not (resumes and name in _RESUMED):
+        if value != only and not (resumes and name == "rule"):
             raise UnsupportedError(name, value, f"beam search is without: it must be {only!r}")
     if params.seed is not None and not resumes:
         raise UnsupportedError("seed", params.seed, "beam search draws no random numbers")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,8 +67,6 @@ _LEARNT_ROUNDS = 32
 """Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
 _NEW_OCTAVES = 0.5
 """The choice is made anew once the number of streams has changed by so many doublings."""
-_OWN = ("_num_own_streams", "_num_outcomes", "_may_prepare", "acceptances", "_num_followed")
-"""What a process does not export as it is."""
 
 
 class Prospects(NamedTuple):
@@ -128,9 +125,6 @@ class _Held:
 class SharedChoice:
     """Learns from the rounds of all streams of a coordinator, and chooses for them. Times in nanoseconds.
 
-    In a coordinator of several processes one of them learns, from its own streams, and the others follow:
-    they adopt what it has learnt and what it tries, so that a way holds for all streams at a time.
-
     Attributes:
         acceptances: by nodes of a tree, 0 for chains.
         num_trials: begun so far.
@@ -151,8 +145,7 @@ class SharedChoice:
         may_prepare: Callable[[], bool] = lambda: True,
         num_chains: int = 1,
     ) -> None:
-        self._num_own_streams, self._may_prepare, self._num_outcomes = num_streams, may_prepare, num_outcomes
-        self._num_followed: int | None = None  # streams of all, where this process follows
+        self._num_running, self._may_prepare, self._num_outcomes = num_streams, may_prepare, num_outcomes
         self.acceptances = {nodes: SharedAcceptance() for nodes in (CHAIN, *TREES)}
         self.costs, self._beliefs = RoundCosts(num_chains), Beliefs()
         self._held: dict[Among, _Held] = {}
@@ -226,8 +219,6 @@ class SharedChoice:
 
     def add(self, done: Round, way: Way, elapsed_ns: int) -> None:
         """Count a round of any stream and its time, and learn from it if its turn has come."""
-        if self.follows:
-            return
         is_learnt, were_known = self.learns_next, self.are_known
         self._num_rounds += 1
         self._now += elapsed_ns / 1e9 / self._num_streams
@@ -242,7 +233,7 @@ class SharedChoice:
     def add_settled(self, among: Among, way: Way, num_steps: int, elapsed_ns: int) -> None:
         """A round of a stream that has settled under a way, and its time."""
         held = self._held.get(among)
-        if self.follows or not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
+        if not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
             return
         block, num_streams = held.block, self._num_streams
         num_rounds = block.num_rounds
@@ -433,38 +424,9 @@ class SharedChoice:
             parts.append(f"trials were {best / plain:.2f} times as fast as plain decoding")
         return f"does not pay here: {', '.join(parts)}"
 
-    # --- several processes --------------------------------------------------------------------------
-
-    @property
-    def follows(self) -> bool:
-        """Whether another process learns and chooses, and this one adopts that."""
-        return self._num_followed is not None
-
     @property
     def _num_streams(self) -> int:
-        num_streams = self._num_own_streams() if self._num_followed is None else self._num_followed
-        return max(1, num_streams)
-
-    @property
-    def options(self) -> tuple[object, ...]:
-        """What holds for all streams at present, and how many trials there were."""
-        return self.chosen, self.num_outcomes, self.num_trials
-
-    def exported(self) -> bytes:
-        """What this process has learnt, chosen and tries at present, for others to follow."""
-        learnt = {name: value for name, value in vars(self).items() if name not in _OWN}
-        return pickle.dumps((self._num_streams, self.acceptances, learnt))
-
-    def follow(self, learnt: bytes) -> None:
-        """Learn nothing from now on; choose as the process that exported this, as for its streams."""
-        self._num_followed, acceptances, adopted = pickle.loads(learnt)
-        for nodes, acceptance in self.acceptances.items():  # streams keep their hold on these
-            vars(acceptance).update(vars(acceptances[nodes]))
-        vars(self).update(adopted)
-
-    def lead(self) -> None:
-        """Learn, beginning with what is known."""
-        self._num_followed = None
+        return max(1, self._num_running())
 
 
 def _expected_excess(mean: float, spread: float) -> float:

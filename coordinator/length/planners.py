@@ -112,7 +112,7 @@ class _Observer:
         if self._is_adaptive or self._shared.learns_next:
             self._text(way.num_nodes).add(done.num_steps, done.outcome.num_accepted)
         self._shared.add(done, way, elapsed_ns)
-        if way.num_nodes and done.num_steps and self._is_adaptive and not self._shared.follows:
+        if way.num_nodes and done.num_steps and self._is_adaptive:
             self._shared.add_depth(way.num_nodes, self._last, done.num_steps)
         if self.limit and not self._settling and not done.draft_cost.draft_unavailable:
             self._shared.add_settled(self._among, way, done.num_steps, elapsed_ns)

@@ -75,7 +75,7 @@ def _both(
 ) -> tuple[Completion, Completion]:
     """With speculation, and without, which runs first, so that speculation is seen to be faster."""
     plain = generate("without speculation:", dataclasses.replace(params, num_draft_tokens=0))
-    again = dataclasses.replace(params, seed=plain.seed, rule=plain.rule, num_lists=plain.num_lists)
+    again = dataclasses.replace(params, seed=plain.seed, rule=plain.rule)
     return generate("with speculation:", again), plain
 
 

@@ -17,7 +17,6 @@ from specwire.config.speculative import (
     HEADS,
     KSEQ,
     LAYERS,
-    LISTS,
     MTP,
     NGRAM,
     OWN_ARGUMENTS,
@@ -31,7 +30,6 @@ _HIERARCHY = f"INNER{ABOVE}model"
 _NEEDS = {
     _MODEL: "a draft service: --draft DIR; learns with --draft-learn",
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
-    LISTS: 'a draft service; its counts are the model\'s: "selection": "lists"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     BEAMS: "a draft service: num_beams of a request",
     HEADS: "heads of the target: --draft heads:DIR",
@@ -89,6 +87,8 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
         parts.append(table([_WAY_HEAD, *ways(status)], colour))
     if draft and draft.learning:
         parts.append(learnt(draft))
+    if status.num_workers > 1:
+        parts.append(f"Of the one worker that answered, of {status.num_workers}.")
     return "\n\n".join(parts)
 
 
@@ -132,7 +132,7 @@ def lines(
     is_in_target = target.own_source == DRAFT_MODEL
     is_there = {
         _MODEL: draft is not None or is_in_target,
-        **dict.fromkeys((KSEQ, LISTS), has_chains),
+        KSEQ: has_chains,
         _HIERARCHY: inner != "",
         BEAMS: draft is not None,
         **{source: target.own_source == source for source in OWN_ARGUMENTS},
@@ -153,7 +153,7 @@ def lines(
 
 def _line(name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool) -> Line:
     here = "yes" if is_there else "no"
-    if name in (KSEQ, LISTS):
+    if name == KSEQ:
         return Line(name, here, needs, "", "", "", "")
     if brought is None:
         return Line(name, here, needs, "0", "", "", "")

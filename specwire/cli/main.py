@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from specwire import parent, preflight
-from specwire.cli import fronts, generate, serve
+from specwire.cli import generate, replicas, serve
 from specwire.cli.bench import command as bench
 from specwire.cli.supervisor import Stack
 from specwire.cli.timeline import command as timeline
@@ -345,9 +345,12 @@ def _http(args: argparse.Namespace) -> int:
     extras.require("specwire http", "http")
     logs.set_up(settings.log_level, settings.log_format, "http")
     check_environment(os.environ)
-    preflight.check(settings)
+    is_worker = replicas.is_worker()
+    if not is_worker:
+        preflight.check(settings)
     from specwire.http import server
 
-    serving = server.serving if settings.workers == 1 else fronts.serving
-    asyncio.run(process.run_until_signal(serving(settings)))
+    is_one = settings.workers == 1 or is_worker
+    serving = server.serving(settings) if is_one else replicas.workers(["specwire.cli", "http"], settings)
+    asyncio.run(process.run_until_signal(serving))
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -78,9 +77,7 @@ class AsyncClient:
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
         self._tracer = tracer
-        self._endpoints = Endpoints(
-            [Endpoint(each, functools.partial(self._open_channel, each)) for each in self._addresses]
-        )
+        self._endpoints = Endpoints([Endpoint(each, self._open_channel(each)) for each in self._addresses])
         self._streams: set[AsyncStream] = set()
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:

@@ -1,15 +1,14 @@
-"""The coordinators that a client knows, each behind connections of its own."""
+"""The coordinators that a client knows, each behind a connection of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from specwire.client.connections import Connections
 from specwire.client.resume import NotServedError, combined_error, may_serve_elsewhere
 from specwire.errors import (
     InvalidRequestError,
@@ -21,6 +20,7 @@ from specwire.errors import (
 )
 from specwire.rpc import statuses
 from specwire.rpc.connecting import CLIENT, explain
+from specwire.v1 import generation_pb2_grpc
 
 
 class Endpoint:
@@ -28,12 +28,13 @@ class Endpoint:
 
     Attributes:
         address: its `HOST:PORT`.
-        connections: to it.
+        stub: of its GenerationService.
     """
 
-    def __init__(self, address: str, open_channel: Callable[[], grpc.aio.Channel]) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
-        self.connections = Connections(open_channel)
+        self._channel = channel
+        self.stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
 
     def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
         """The error of a failed call; `NotServedError` where another address may serve it."""
@@ -61,8 +62,8 @@ class Endpoint:
         return ServiceUnavailableError(f"nothing serves at {self.address} ({why})")
 
     async def close(self) -> None:
-        """Close its connections and cancel their calls."""
-        await self.connections.close()
+        """Close the channel and cancel its calls."""
+        await self._channel.close()
 
 
 class Endpoints:
@@ -98,11 +99,8 @@ class Endpoints:
             if refusals and left_s <= 0:
                 break
             try:
-                connections = self[index].connections
-                connection = connections.first
-                call = getattr(connection.stub, method)(request, timeout=left_s, metadata=metadata)
-                answer = await call
-                await connections.answered(connection, call)
+                call = getattr(self[index].stub, method)
+                answer = await call(request, timeout=left_s, metadata=metadata)
             except grpc.RpcError as error:
                 problem = self[index].problem(error)
                 if not isinstance(problem, NotServedError):

@@ -39,7 +39,7 @@ class Part:
         metadata: Metadata | None,
     ) -> None:
         self._endpoint = endpoint
-        self._connection, self._call = endpoint.connections.generate(timeout_s, metadata)
+        self._call = endpoint.stub.Generate(timeout=timeout_s, metadata=metadata)
         self._is_connected = self._has_answered = False
         self._num_in_hand = 0
         self._num_unacknowledged = 0
@@ -81,9 +81,7 @@ class Part:
         if response is grpc.aio.EOF:
             error = ServiceUnavailableError("the stream ended without a completion")
             raise NotServedError(error, may_recover=True)
-        if not self._has_answered:
-            self._has_answered = True
-            await self._endpoint.connections.answered(self._connection, self._call)
+        self._has_answered = True
         self._num_in_hand = len(response.chunk.tokens)
         answer: generation_pb2.GenerateResponse = response
         return answer

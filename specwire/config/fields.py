@@ -23,7 +23,7 @@ TLS_KEY_HELP = "PEM private key of the certificate, not encrypted"
 ALLOW_PLAINTEXT_HELP = "allow plaintext beyond this machine, on a network that is secured otherwise"
 GRACE_HELP = "seconds that running requests get to finish at shutdown"
 MAX_WORKERS = 64
-WORKERS_HELP = "processes that share the address, the limits and the work"
+WORKERS_HELP = "processes that listen at the address and share nothing: limits hold for each"
 MAX_PROMPT_HELP = "most bytes of a prompt as text, or of its messages together"
 
 

@@ -16,7 +16,6 @@ from specwire.config.speculative import (
     INNER_METHODS,
     KSEQ,
     LAYERS,
-    LISTS,
     METHODS,
     OWN,
     Own,
@@ -34,8 +33,8 @@ METRICS_NAMES = ("specwire", VLLM)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
 RULE_HELP = (
-    "rule of requests that name none; auto takes gumbel for a given seed or where lists are selected, else "
-    "kseq where that is, else gumbel for a far draft, else block"
+    "rule of requests that name none; auto takes gumbel for a given seed, else kseq where that is selected, "
+    "else gumbel for a far draft, else block"
 )
 NUM_OUTCOMES_HELP = "outcomes of a round that the draft prepares for: a number, or auto for what pays"
 VERIFY_AHEAD_HELP = "let verify go on by itself with prepared proposals, before the coordinator asks for it"
@@ -88,10 +87,8 @@ def check_said_once(speculative_config: str, rule: str, *, num_draft_tokens: str
         ("max_depth", given.max_depth, max_depth),
     ):
         check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
-    problem = f"contradicts selection {given.selection} in --speculative-config"
-    of_selection = {KSEQ: Rule.KSEQ, LISTS: Rule.GUMBEL}
-    agrees = not given.selection or rule in (AUTO, of_selection[given.selection])
-    check(agrees, "rule", rule, problem)
+    problem = f"contradicts selection {KSEQ} in --speculative-config"
+    check(not given.selection or rule in (AUTO, Rule.KSEQ), "rule", rule, problem)
 
 
 def check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:

@@ -129,7 +129,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
     "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
-    "num_lists": {"type": int, "metavar": "N", "help": "lists of noise under rule gumbel"},
     "max_depth": {"metavar": "N|auto", "help": "longest path of a token tree; 0 for chains"},
     "num_draft_tokens": {"metavar": "N|auto", "help": "draft tokens a round; 0 disables speculation"},
     "draft": {

@@ -73,7 +73,6 @@ from specwire.config.speculative import (
     DRAFT_MODEL,
     INNER_METHODS,
     KSEQ,
-    LISTS,
     MTP,
     OWN_ARGUMENTS,
     Own,
@@ -474,12 +473,6 @@ class CoordinatorConfig(ServiceConfig):
     def num_chains(self) -> int:
         """Of a round under `Rule.KSEQ`."""
         return model_draft(self.speculative_config).num_chains
-
-    @property
-    def num_lists(self) -> int:
-        """Of noise, for coupled requests that leave it open."""
-        given = model_draft(self.speculative_config)
-        return given.num_chains if given.selection == LISTS else 1
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

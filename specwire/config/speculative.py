@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specwire.config.fields import check
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_LISTS, MAX_TREE_NODES
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_TREE_NODES
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
@@ -18,9 +18,6 @@ BEAMS = "num_beams"
 """Source of draft tokens after live beams: a token is accepted where a step of all beams needed no pass."""
 KSEQ = "kseq"
 """k-SEQ, a selection."""
-LISTS = "lists"
-"""Several lists of noise, a selection."""
-SELECTIONS = (KSEQ, LISTS)
 HEADS, MEDUSA = "heads", "medusa"
 """Heads of the target, by our name and by vLLM's."""
 LAYERS = "layers"
@@ -111,8 +108,7 @@ class ModelDraftConfig:
         num_speculative_tokens: draft tokens a round; None finds out what pays.
         max_depth: longest path of a tree of so many; 0 for chains, None finds out what pays.
         use_heterogeneous_vocab: use a draft whose tokenizer is not the target's.
-        selection: `kseq` or `lists` to draw several chains where tokens are sampled or coupled; empty to draw
-            one.
+        selection: `kseq` to draw several chains where tokens are sampled; empty to draw one.
         num_chains: of such a selection, in each round.
     """
 
@@ -138,14 +134,12 @@ class ModelDraftConfig:
 
     def _check_selection(self) -> None:
         name, num_chains = f"selection={self.selection!r}", self.num_chains
-        known = " or ".join(SELECTIONS)
-        check(self.selection in ("", *SELECTIONS), _FLAG, name, f"is not {known}")
+        check(self.selection in ("", KSEQ), _FLAG, name, f"is not {KSEQ}")
         if not self.selection:
             is_default = num_chains == ModelDraftConfig.num_chains
-            check(is_default, _FLAG, f"num_chains={num_chains!r}", f"is of selection {known} only")
+            check(is_default, _FLAG, f"num_chains={num_chains!r}", f"is of selection {KSEQ} only")
             return
         most = MAX_TREE_NODES // (self.num_speculative_tokens or 1)
-        most = min(most, MAX_NUM_LISTS) if self.selection == LISTS else most
         ok = type(num_chains) is int and 1 <= num_chains <= most
         problem = f"must be a whole number in [1, {most}]: {MAX_TREE_NODES} draft tokens a round at most"
         check(ok, _FLAG, f"num_chains={num_chains!r}", problem)

@@ -17,7 +17,7 @@ from specwire.http.model import Spell
 
 Json = dict[str, Any]
 _RECORD = (
-    *("seed", "rule", "num_lists", "reproducible", "why_not_reproducible", "stop_reason"),
+    *("seed", "rule", "reproducible", "why_not_reproducible", "stop_reason"),
     *("speculation", "timing"),
 )
 

@@ -31,13 +31,10 @@ _LAST_EVENTS_S = 0.5
 
 
 @contextlib.asynccontextmanager
-async def serving(config: HttpConfig, listening: ListeningSocket | None = None) -> AsyncIterator[str]:
+async def serving(config: HttpConfig) -> AsyncIterator[str]:
     """A running front; yields its `HOST:PORT`, and shuts down gracefully.
 
     It starts before its coordinator answers, which `/health` reports.
-
-    Args:
-        listening: what it accepts from, together with other fronts; None for a socket of its own.
 
     Raises:
         ConfigError: the address cannot be bound, certificate and key cannot be read, or an `OTEL_*` variable
@@ -45,7 +42,7 @@ async def serving(config: HttpConfig, listening: ListeningSocket | None = None) 
     """
     host, _ = split_address("address", config.address)
     tracer = tracing.configure("specwire-http")
-    listening = listening or bound(config.address)
+    listening = _bound(config.address, shares_port=config.workers > 1)
     client = AsyncClient(
         config.server,
         timeout_s=config.timeout_s,
@@ -132,17 +129,20 @@ def _read_context(config: HttpConfig) -> ssl.SSLContext:
     return context
 
 
-def bound(address: str) -> ListeningSocket:
+def _bound(address: str, *, shares_port: bool) -> ListeningSocket:
     """A socket that listens.
 
+    Args:
+        shares_port: with processes that `listening.reserved` keeps it for.
+
     Raises:
-    ConfigError: the address is in use, or not of this machine.
+        ConfigError: the address is in use, or not of this machine.
     """
     host, port = split_address("address", address)
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        bound = socket.create_server((host, port), family=family, backlog=1024)
+        bound = socket.create_server((host, port), family=family, backlog=1024, reuse_port=shares_port)
     except OSError as error:
         problem = error.strerror or str(error)
         raise ConfigError(f"--address {address}: cannot be bound ({problem})") from None

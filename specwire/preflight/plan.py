@@ -164,7 +164,7 @@ def _(config: VerifyConfig) -> Plan:
 @plan_of.register
 def _(config: DraftConfig) -> Plan:
     return Plan(
-        addresses=_addresses(config),
+        addresses=[(("address",), config.address), (("metrics_address",), config.metrics_address)],
         models=[_served(config), *_inner("inner", config.inner)],
         tokenizers=[("target_tokenizer", config.target_tokenizer)],
     )
@@ -172,16 +172,14 @@ def _(config: DraftConfig) -> Plan:
 
 @plan_of.register
 def _(config: CoordinatorConfig) -> Plan:
-    return Plan(addresses=_addresses(config), tokenizers=[("tokenizer", config.tokenizer)])
+    metrics = [next_address("metrics_address", config.metrics_address, n) for n in range(config.workers)]
+    addresses = [(("address",), config.address), *((("metrics_address",), each) for each in metrics)]
+    return Plan(addresses=addresses, tokenizers=[("tokenizer", config.tokenizer)])
 
 
 @plan_of.register
 def _(config: HttpConfig) -> Plan:
     return Plan(addresses=[(("address",), config.address)], tokenizers=[("tokenizer", config.tokenizer)])
-
-
-def _addresses(config: DraftConfig | CoordinatorConfig) -> list[ports.Listened]:
-    return [(("address",), config.address), (("metrics_address",), config.metrics_address)]
 
 
 def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:

@@ -49,13 +49,11 @@ class Encoded(NamedTuple):
         traits: the flags above.
         seed: of the request.
         warps: temperature, top-k, top-p, min-p; where they have no effect 1, 0, 1, 0.
-        num_lists: of noise that a token is drawn from where it is coupled.
     """
 
     traits: int
     seed: int
     warps: tuple[float, float, float, float]
-    num_lists: int = 1
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Self:
@@ -75,7 +73,7 @@ class Encoded(NamedTuple):
             LOGPROBS: params.logprobs is not None,
         }
         traits = sum(flag for flag, is_set in flags.items() if is_set)
-        return cls(traits, seed, warps, params.num_coupled_lists)
+        return cls(traits, seed, warps)
 
 
 class Masks(Protocol):
@@ -184,11 +182,6 @@ class Rows:
     def bases(self) -> IntArray:
         """int64 [num_rows], see `Row.base_len`."""
         return self._each([*self.base_lens])
-
-    @cached_property
-    def nums_lists(self) -> IntArray:
-        """int64 [num_rows], lists of noise of each row."""
-        return self._each([encoded.num_lists for encoded in self.encoded])
 
     @cached_property
     def warps(self) -> Doubles | None:

@@ -15,8 +15,7 @@ later, and what was discarded may have decided something by then: under block ve
 were kept, under every rule how long the draft was at work (docs/exactness.md).
 
 Where several tokens are drawn or judged at one position, as in chains that are drawn independently, each has
-numbers of its own: the index of its chain is in the upper bits of the stream word. So is that of a list of
-Gumbel noise.
+numbers of its own: the index of its chain is in the upper bits of the stream word.
 
 Neither torch nor any device is touched at import; only a request for a torch device imports torch.
 """
@@ -44,7 +43,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 
 _CHAIN_SHIFT = 8
-"""Bits of the stream word that say what a number is for; those above have the index of a chain or list."""
+"""Bits of the stream word that say what a number is for; those above have the index of a chain."""
 _MAX_PACKED_LANES = 96
 """Above this many numbers numpy is faster than packed integers."""
 _NUMPY_BLOCKS = 16_384
@@ -169,7 +168,6 @@ def gumbel_noise(
     positions: Integers,
     vocab_size: int,
     device: None = None,
-    lists: Integers | int = 0,
 ) -> DoubleArray: ...
 
 
@@ -179,7 +177,6 @@ def gumbel_noise(
     positions: Integers,
     vocab_size: int,
     device: torch.device | str,
-    lists: Integers | int = 0,
 ) -> torch.Tensor: ...
 
 
@@ -188,7 +185,6 @@ def gumbel_noise(
     positions: Integers,
     vocab_size: int,
     device: torch.device | str | None = None,
-    lists: Integers | int = 0,
 ) -> Any:
     """Standard Gumbel noise, -log(-log(u)), for every token id at each position.
 
@@ -203,13 +199,12 @@ def gumbel_noise(
         positions: [n] absolute token positions, from 0.
         vocab_size: in tokens.
         device: None for numpy, or the torch device to compute on.
-        lists: one index of a list in [0, 2**24) for all, or [n]; 0 where there is one list.
 
     Returns:
         float64 [n, vocab_size], a numpy array or a tensor on `device`.
     """
-    rows = np.empty((3, len(positions)), dtype=np.int64)
-    rows[0], rows[1], rows[2] = seeds, positions, lists
+    rows = np.empty((2, len(positions)), dtype=np.int64)
+    rows[0], rows[1] = seeds, positions
     if device is None:
         return _gumbel_numpy(rows, vocab_size)
     import torch
@@ -220,10 +215,9 @@ def gumbel_noise(
 
 
 def _gumbel_words(rows: Any, blocks: Any) -> Words:
-    """Words for `rows` [3, n] (seeds, positions, lists) and `blocks` [b]; a lane is for two token ids."""
+    """Words for `rows` [2, n] (seeds, positions) and `blocks` [b]; a lane is for two token ids."""
     key, position = rows[0][:, None], rows[1][:, None]
-    stream = rows[2][:, None] << _CHAIN_SHIFT | int(Purpose.GUMBEL)
-    counter = position & _MASK32, position >> 32, blocks[None, :], stream
+    counter = position & _MASK32, position >> 32, blocks[None, :], int(Purpose.GUMBEL)
     return philox(counter, (key & _MASK32, key >> 32))
 
 

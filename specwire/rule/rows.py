@@ -50,41 +50,13 @@ def matched_scores(log_probs: Tensor, rows: Rows) -> Tensor:
     if noisy is None:
         return log_probs
     some = rows.take(noisy)
-    keys = some.seeds, some.positions, some.nums_lists
-    noise = coupled_noise(*keys, log_probs.shape[1], log_probs.device)
+    noise = random.gumbel_noise(some.seeds, some.positions, log_probs.shape[1], log_probs.device)
     if isinstance(noisy, slice):
         return sampling.gumbel_scores(log_probs, noise)
     scores = log_probs.double()
     places = transfer.to_device(noisy, scores.device)
     scores[places] = sampling.gumbel_scores(log_probs[places], noise)
     return scores
-
-
-def coupled_noise(
-    seeds: IntArray, positions: IntArray, nums_lists: IntArray, vocab_size: int, device: torch.device
-) -> Tensor:
-    """The noise that tokens are drawn with under Gumbel coupling: of several lists, the largest number.
-
-    The largest of n independent standard Gumbel numbers is one plus log(n), so the draw has the same
-    distribution for any number of lists. `random.gumbel_noise` itself where there is one. Where there are
-    several, siblings of a tree share what is computed.
-
-    Args:
-        seeds, positions, nums_lists: int64 [num_rows].
-
-    Returns:
-        float64 [num_rows, vocab_size].
-    """
-    if nums_lists.max(initial=1) == 1:
-        return random.gumbel_noise(seeds, positions, vocab_size, device)
-    (seeds, positions, nums_lists), places = _distinct(seeds, positions, nums_lists)
-    noise = random.gumbel_noise(seeds, positions, vocab_size, device)
-    for index in range(1, nums_lists.max()):
-        having = np.flatnonzero(nums_lists > index)
-        more = random.gumbel_noise(seeds[having], positions[having], vocab_size, device, index)
-        where = transfer.to_device(having, noise.device)
-        noise[where] = torch.maximum(noise[where], more)
-    return noise[transfer.to_device(places, noise.device)]
 
 
 class Drawn(NamedTuple):
@@ -121,46 +93,6 @@ def draw_supported(log_probs: Tensor, rows: Rows, mass: float, max_support: int)
     is_there = lengths > 0
     ids[:, 0], probs[:, 0] = ids[:, 0].where(is_there, 0), probs[:, 0].where(is_there, 1)
     return Drawn(token_ids, ids, probs, lengths.clamp(min=1)), in_support
-
-
-class Race(NamedTuple):
-    """A draw with some of the lists of noise that a row has.
-
-    Attributes:
-        row: that the token follows.
-        lists: at least one.
-    """
-
-    row: int
-    lists: Sequence[int]
-
-
-def raced_scores(log_probs: Tensor, rows: Rows, races: Sequence[Race]) -> Tensor:
-    """The scores whose argmax is the token of each race.
-
-    Races over different lists are independent draws from the row's distribution, and the best score of races
-    over all of its lists is that of `matched_scores`.
-
-    Args:
-        log_probs: [num_rows, vocab_size], after history and warps.
-        rows: [num_rows].
-
-    Returns:
-        float64 [num_races, vocab_size].
-    """
-    width = max(len(race.lists) for race in races)
-    lists = np.array([[*race.lists, *[race.lists[0]] * (width - len(race.lists))] for race in races])
-    at = np.array([race.row for race in races])
-    keys, places = _distinct(rows.seeds[at].repeat(width), rows.positions[at].repeat(width), lists.ravel())
-    noise = random.gumbel_noise(keys[0], keys[1], log_probs.shape[1], log_probs.device, keys[2])
-    largest = noise[transfer.to_device(places.reshape(lists.shape), noise.device)].amax(dim=1)
-    return sampling.gumbel_scores(take_rows(log_probs, at), largest)
-
-
-def _distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
-    """Different columns of [n] arrays, [num_arrays, num_different], and which of them each place has, [n]."""
-    found, places = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    return found, places.reshape(-1)
 
 
 def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: int) -> list[Logprobs]:

@@ -8,14 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
-import resource
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specwire.config.fields import split_address
 from specwire.config.models import VLLM
@@ -34,8 +29,6 @@ OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset
 _MAX_CONNECTIONS = 8
 _MAX_HEAD_BYTES = 8192
 _TIMEOUT_S = 5.0
-_OWN = ("process_start_time_seconds", "process_max_fds")
-"""What is not added up over processes."""
 log = logging.getLogger(__name__)
 
 
@@ -52,50 +45,15 @@ async def serving(
     Raises:
         ConfigError: prometheus_client is not installed, or the address cannot be bound.
     """
-    async with serving_groups(config, [*groups, spans(tracer, role)]):
-        yield
-
-
-def spans(tracer: tracing.Tracing, role: str) -> Group[tracing.SpanCounts]:
-    """The metrics of tracing."""
-    return Group(TRACING, lambda: tracer.counts, {"role": role})
-
-
-@contextlib.asynccontextmanager
-async def serving_groups(
-    config: ServiceConfig, groups: Sequence[Group[Any]], processes: Processes | None = None
-) -> AsyncIterator[None]:
-    """Serve these metrics, and those of the process or of several. Args and errors as for `serving`."""
     if not config.metrics_address:
         yield
         return
+    groups = [*groups, Group(TRACING, lambda: tracer.counts, {"role": role})]
     if config.metrics_names == VLLM:
         groups = [vllm_names.renamed(group) for group in groups]
-    async with MetricsEndpoint(config.metrics_address, groups, processes) as endpoint:
+    async with MetricsEndpoint(config.metrics_address, groups) as endpoint:
         log.info("metrics at http://%s%s", endpoint.address, PATH)
         yield
-
-
-class Processes(Protocol):
-    """The processes of a service, whose metrics one of them serves."""
-
-    async def refresh(self) -> None:
-        """Have the groups read current values."""
-        ...
-
-    @property
-    def pids(self) -> Sequence[int]:
-        """Of those that run, this one first."""
-        ...
-
-
-class _ThisProcess:
-    async def refresh(self) -> None:
-        """Nothing to do."""
-
-    @property
-    def pids(self) -> Sequence[int]:
-        return [os.getpid()]
 
 
 class MetricsEndpoint:
@@ -108,9 +66,7 @@ class MetricsEndpoint:
         address: HOST:PORT where it listens.
     """
 
-    def __init__(
-        self, address: str, groups: Sequence[Group[Any]], processes: Processes | None = None
-    ) -> None:
+    def __init__(self, address: str, groups: Sequence[Group[Any]]) -> None:
         """Raises:
         ConfigError: prometheus_client is not installed.
         """
@@ -123,7 +79,6 @@ class MetricsEndpoint:
             ) from error
         self.address = address
         self._groups = groups
-        self._processes = processes or _ThisProcess()
         self._num_connections = 0
 
     async def __aenter__(self) -> MetricsEndpoint:
@@ -146,9 +101,8 @@ class MetricsEndpoint:
 
     async def text(self, *, openmetrics: bool = False) -> bytes:
         """All metrics in Prometheus' text format, or in OpenMetrics'."""
-        await self._processes.refresh()
         families = [family for group in self._groups for family in group.families()]
-        families += _process_families(self._processes.pids)
+        families += _process_families()
         return await asyncio.to_thread(self._format, families, openmetrics)
 
     def _format(self, families: Iterable[Family], openmetrics: bool) -> bytes:
@@ -191,23 +145,11 @@ class MetricsEndpoint:
         return _response("200 OK", await self.text())
 
 
-def _process_families(pids: Sequence[int]) -> list[Family]:
-    """Memory, processor time and open files of processes together: of this one, and of children, ended ones
-    included."""
+def _process_families() -> list[Family]:
+    """Memory, processor time and open files of this process."""
     from prometheus_client import CollectorRegistry, ProcessCollector
 
-    registry = CollectorRegistry()
-    collectors = [ProcessCollector(pid=partial(int, pid), registry=registry) for pid in pids]
-    own, *others = (list(collector.collect()) for collector in collectors)
-    sums: dict[str, float] = defaultdict(float)
-    for sample in (sample for family in chain(*others) for sample in family.samples):
-        sums[sample.name] += sample.value if sample.name not in _OWN else 0.0
-    if others:
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        sums["process_cpu_seconds_total"] += ended.ru_utime + ended.ru_stime
-    for family in own:
-        family.samples = [each._replace(value=each.value + sums[each.name]) for each in family.samples]
-    return own
+    return list(ProcessCollector(registry=CollectorRegistry()).collect())
 
 
 def _wants_openmetrics(head: bytes) -> bool:

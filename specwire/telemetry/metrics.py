@@ -14,14 +14,12 @@ scraper that asks for OpenMetrics; the older text format has no place for them.
 from __future__ import annotations
 
 import enum
-import functools
-import operator
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from specwire.telemetry import tracing
 
@@ -59,15 +57,6 @@ class HistogramData:
         if trace_id:
             self.exemplars[bucket] = (value, trace_id, time.time())
 
-    def __add__(self, other: HistogramData) -> HistogramData:
-        """Of both; of their exemplars, the latest of each bucket."""
-        both = HistogramData(self.bounds)
-        both.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
-        both.sum = self.sum + other.sum
-        pairs = zip(self.exemplars, other.exemplars, strict=True)
-        both.exemplars = [max(filter(None, pair), key=lambda kept: kept[2], default=None) for pair in pairs]
-        return both
-
     @property
     def cumulative(self) -> list[tuple[float, int]]:
         """Each bound, infinity last, and the number of values that do not exceed it."""
@@ -96,7 +85,6 @@ class Metric(Generic[Source]):
         help: one sentence.
         read: its value; a `HistogramData` if it is a histogram; of either, a mapping if it has labels.
         labels: names of its labels.
-        whole: whether it says the same in each process of a service, instead of a part of a sum.
     """
 
     kind: MetricKind
@@ -104,7 +92,6 @@ class Metric(Generic[Source]):
     help: str
     read: Callable[[Source], Reading]
     labels: tuple[str, ...] = ()
-    whole: bool = False
 
     def family(self, source: Source, fixed: Mapping[str, str]) -> Family:
         """Its current samples, each with the `fixed` labels."""
@@ -151,54 +138,6 @@ class Group(Generic[Source]):
         """The current samples of all metrics."""
         source = self.take()
         return [metric.family(source, self.fixed) for metric in self.table]
-
-    def readings(self) -> Readings:
-        """The current values, for another process to merge."""
-        source = self.take()
-        return {metric.name: metric.read(source) for metric in self.table}
-
-
-Readings = Mapping[str, Reading]
-"""By metric."""
-
-
-def merged(table: Sequence[Metric[Any]], parts: Sequence[Readings]) -> Readings:
-    """Those of several processes of a service as those of one.
-
-    Args:
-        parts: one at least; the first is taken for what is the same in each process.
-    """
-    return {metric.name: _merged(metric, [part[metric.name] for part in parts]) for metric in table}
-
-
-def remaining(table: Sequence[Metric[Any]], readings: Readings) -> Readings:
-    """Those of a process that has ended: its counts stay in the sums, which never fall."""
-    return {
-        metric.name: _nothing(metric)
-        if metric.kind == MetricKind.GAUGE and not metric.whole
-        else readings[metric.name]
-        for metric in table
-    }
-
-
-def _nothing(metric: Metric[Any]) -> Reading:
-    return {} if metric.labels else 0.0
-
-
-def _merged(metric: Metric[Any], parts: Sequence[Any]) -> Reading:
-    if metric.whole:
-        whole: Reading = parts[0]
-        return whole
-    if not metric.labels:
-        total: Reading = functools.reduce(operator.add, parts)
-        return total
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: functools.reduce(operator.add, (part[key] for part in parts if key in part)) for key in keys}
-
-
-def read_off(table: Sequence[Metric[Any]]) -> tuple[Metric[Readings], ...]:
-    """The same metrics, whose values are read already."""
-    return tuple(replace(metric, read=operator.itemgetter(metric.name)) for metric in table)
 
 
 TRACING: tuple[Metric[tracing.SpanCounts], ...] = (

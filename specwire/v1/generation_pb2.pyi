@@ -158,16 +158,14 @@ class GenerateResponse(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., completion: _Optional[_Union[Completion, _Mapping]] = ..., resume_info: _Optional[_Union[ResumeInfo, _Mapping]] = ...) -> None: ...
 
 class ResumeInfo(_message.Message):
-    __slots__ = ("seed", "rule", "context_digest", "num_lists")
+    __slots__ = ("seed", "rule", "context_digest")
     SEED_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    NUM_LISTS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     rule: _common_pb2.Rule
     context_digest: str
-    num_lists: int
-    def __init__(self, seed: _Optional[int] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., context_digest: _Optional[str] = ..., num_lists: _Optional[int] = ...) -> None: ...
+    def __init__(self, seed: _Optional[int] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., context_digest: _Optional[str] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "text", "fate", "logprob", "top_logprobs", "source")
@@ -232,7 +230,7 @@ class DraftTree(_message.Message):
     def __init__(self, source: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., parents: _Optional[_Iterable[int]] = ..., path: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule", "reproducible", "num_lists", "hypotheses", "why_not_reproducible")
+    __slots__ = ("finish_reason", "stop_string", "stop_token_id", "seed", "model", "usage", "speculation", "timing", "rule", "reproducible", "hypotheses", "why_not_reproducible")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -243,7 +241,6 @@ class Completion(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     REPRODUCIBLE_FIELD_NUMBER: _ClassVar[int]
-    NUM_LISTS_FIELD_NUMBER: _ClassVar[int]
     HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_REPRODUCIBLE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
@@ -256,10 +253,9 @@ class Completion(_message.Message):
     timing: GenerationTiming
     rule: _common_pb2.Rule
     reproducible: bool
-    num_lists: int
     hypotheses: _containers.RepeatedCompositeFieldContainer[Hypothesis]
     why_not_reproducible: str
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., reproducible: _Optional[bool] = ..., num_lists: _Optional[int] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ..., why_not_reproducible: _Optional[str] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., timing: _Optional[_Union[GenerationTiming, _Mapping]] = ..., rule: _Optional[_Union[_common_pb2.Rule, str]] = ..., reproducible: _Optional[bool] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ..., why_not_reproducible: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -374,7 +370,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain", "ways")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain", "ways", "num_workers")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +382,7 @@ class GetStatusResponse(_message.Message):
     BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHY_PLAIN_FIELD_NUMBER: _ClassVar[int]
     WAYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
@@ -397,7 +394,8 @@ class GetStatusResponse(_message.Message):
     by_source: _containers.RepeatedCompositeFieldContainer[SourceTotals]
     why_plain: str
     ways: _containers.RepeatedCompositeFieldContainer[WayStatus]
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ...) -> None: ...
+    num_workers: int
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class WayStatus(_message.Message):
     __slots__ = ("name", "is_chosen", "expected_tokens_per_s", "measured_tokens_per_s")

@@ -114,7 +114,6 @@ def resuming_request(
     request.CopyFrom(original)
     request.sampling.seed = info.seed
     request.sampling.rule = RULES[info.rule]
-    request.sampling.num_lists = info.num_lists
     request.context_digest = info.context_digest
     request.generated_token_ids.extend(token_ids)
     return request
@@ -126,7 +125,6 @@ def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
         seed=info.seed,
         rule=RULES[info.rule],
         context_digest=info.context_digest,
-        num_lists=info.num_lists,
     )
 
 
@@ -136,7 +134,6 @@ def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
         seed=message.seed,
         rule=RULE_NAMES[message.rule],
         context_digest=message.context_digest,
-        num_lists=message.num_lists or 1,
     )
 
 
@@ -499,7 +496,6 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         timing=_timing_to_proto(completion.timing),
         reproducible=completion.reproducible,
         why_not_reproducible=completion.why_not_reproducible,
-        num_lists=completion.num_lists,
         hypotheses=map(beams.hypothesis_to_proto, completion.hypotheses),
     )
 
@@ -524,7 +520,6 @@ def completion_from_proto(
         num_resumes=num_resumes,
         reproducible=message.reproducible,
         why_not_reproducible=message.why_not_reproducible,
-        num_lists=message.num_lists or 1,
         hypotheses=tuple(map(beams.hypothesis_from_proto, message.hypotheses)),
     )
 

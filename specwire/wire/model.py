@@ -39,7 +39,6 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         seed=params.seed,
         rule=RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED,
         logprobs=params.logprobs,
-        num_lists=params.num_lists,
         grammar=grammar_to_proto(params.grammar) if params.grammar else None,
         min_tokens=params.min_tokens,
     )
@@ -52,7 +51,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
         InvalidRequestError: an unknown rule, or a grammar that cannot be one.
     """
     fields: dict[str, Any] = {name: getattr(message, name) for name in _ALWAYS_SET}
-    for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs", "num_lists"):
+    for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs"):
         if message.HasField(name):
             fields[name] = getattr(message, name)
     if message.rule and message.rule not in RULE_NAMES:

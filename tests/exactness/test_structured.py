@@ -43,7 +43,6 @@ CASES = [
     pytest.param({"rule": Rule.BLOCK, "temperature": 1.3, "frequency_penalty": 0.4}, id="block"),
     pytest.param({"rule": Rule.GUMBEL, "top_p": 0.8}, id="gumbel", marks=pytest.mark.slow),
     pytest.param({"rule": Rule.GUMBEL, "max_depth": 3, "num_draft_tokens": 8}, id="trees"),
-    pytest.param({"rule": Rule.GUMBEL, "num_lists": 3}, id="lists", marks=pytest.mark.slow),
     pytest.param({"rule": Rule.KSEQ, "logit_bias": {5: -1.0, 8: 1.5}}, id="kseq", marks=pytest.mark.slow),
     pytest.param({"rule": Rule.REJECTION, "draft": "ngram", "top_k": 3}, id="ngram", marks=pytest.mark.slow),
 ]

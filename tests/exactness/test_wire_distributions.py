@@ -204,7 +204,6 @@ MIXED: list[dict[str, Any]] = [
     {"rule": Rule.KSEQ, "temperature": 1.1},
     {"rule": Rule.GUMBEL, "temperature": 0.7},
     {"rule": Rule.GUMBEL, "top_p": 0.9},
-    {"rule": Rule.GUMBEL, "num_lists": 3},
     {"rule": Rule.GUMBEL, "temperature": 0},
 ]
 

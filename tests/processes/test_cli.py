@@ -256,7 +256,6 @@ FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
     "skip_special_tokens": ([], True),
     "seed": (["0"], 0),
     "rule": (["gumbel"], "gumbel"),
-    "num_lists": (["2"], 2),
     "num_draft_tokens": (["0"], 0),
     "max_depth": (["0"], 0),
     "draft": (["suffix"], "suffix"),

@@ -313,7 +313,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.5},
     "min_p": {"min_p": 0.1},
-    "num_lists": {"num_lists": 2},
     "stop": {"stop": ("x",)},
     "logprobs": {"logprobs": 2},
     "draft": {"draft": "ngram"},

@@ -96,7 +96,6 @@ def test_the_command_drafts(stack: LocalStack) -> None:
         "draft",
         "model",
         "kseq",
-        "lists",
         "INNER>model",
         "num_beams",
         "heads",

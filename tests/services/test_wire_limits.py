@@ -209,7 +209,6 @@ RANGES: dict[str, tuple[Any, str]] = {
     "GenerateRequest.prompt_logprobs": (generation(prompt_logprobs=21), "prompt_logprobs"),
     "GenerateRequest.prompt_only": (generation(prompt_only=True), "max_tokens"),
     "SamplingParams.min_tokens": (sampled(min_tokens=-1), "min_tokens"),
-    "SamplingParams.num_lists": (sampled(rule=common_pb2.RULE_GUMBEL, num_lists=9), "num_lists"),
     "Grammar.json_object": (sampled(grammar={"json_object": False}), "grammar"),
     "OpenSequence.sequence_id": (drafting(opening(0)), "sequence_id"),
     "OpenSequence.prompt_len": (verifying(opening(prompt_len=2**31 - 1)), "prompt_len"),

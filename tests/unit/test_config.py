@@ -552,8 +552,8 @@ class TestSpeculativeConfig:
         for others, problem in (
             ({"num_chains": 17}, r"num_chains=17: must be a whole number in \[1, 16\]"),
             ({"num_chains": True}, "num_chains=True: must be a whole number"),
-            ({"selection": "otm"}, "selection='otm': is not kseq or lists"),
-            ({"selection": ""}, "num_chains=8: is of selection kseq or lists only"),
+            ({"selection": "lists"}, "selection='lists': is not kseq"),
+            ({"selection": ""}, "num_chains=8: is of selection kseq only"),
             ({"max_depth": 6}, "selection='kseq': does not combine with max_depth"),
             ({"use_heterogeneous_vocab": True}, "does not combine with use_heterogeneous_vocab"),
             ({"method": "medusa"}, "selection='kseq': is of method draft_model only"),
@@ -563,22 +563,6 @@ class TestSpeculativeConfig:
                 CoordinatorConfig(speculative_config=json.dumps(given | others))
         with pytest.raises(ConfigError, match="--rule block: contradicts selection kseq"):
             UpConfig(speculative_config=json.dumps(given), rule="block")
-
-    def test_several_lists(self) -> None:
-        given = {"method": "draft_model", "selection": "lists", "num_chains": 8}
-        config = CoordinatorConfig(speculative_config=json.dumps(given), rule="gumbel")
-        assert (config.selects_kseq, config.num_lists) == (False, 8)
-        assert CoordinatorConfig(speculative_config=json.dumps(given | {"selection": "kseq"})).num_lists == 1
-        for others, problem in (
-            ({"num_chains": 9}, r"num_chains=9: must be a whole number in \[1, 8\]"),
-            ({"num_speculative_tokens": 16}, r"num_chains=8: must be a whole number in \[1, 4\]"),
-            ({"max_depth": 6}, "selection='lists': does not combine with max_depth"),
-            ({"use_heterogeneous_vocab": True}, "does not combine with use_heterogeneous_vocab"),
-        ):
-            with pytest.raises(ConfigError, match=problem):
-                CoordinatorConfig(speculative_config=json.dumps(given | others))
-        with pytest.raises(ConfigError, match="--rule kseq: contradicts selection lists"):
-            UpConfig(speculative_config=json.dumps(given), rule="kseq")
 
     @pytest.mark.parametrize(
         ("fields", "problem"),

@@ -50,7 +50,6 @@ WITH_GRPC = {
     "specwire/cli/main.py",
     "specwire/cli/timeline/receiver.py",
     "specwire/client/client.py",
-    "specwire/client/connections.py",
     "specwire/client/endpoints.py",
     "specwire/client/streaming.py",
     *(f"specwire/rpc/{path.name}" for path in sorted((ROOT / "specwire/rpc").glob("*.py"))),

@@ -65,7 +65,6 @@ EVERYTHING = SamplingParams(
     skip_special_tokens=False,
     seed=2**63 - 1,
     rule=Rule.GUMBEL,
-    num_lists=1,
     grammar=Grammar(choice=("yes", "no")),
     num_draft_tokens=0,
     max_depth=3,

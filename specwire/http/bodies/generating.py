@@ -19,7 +19,7 @@ MAX_CHOICES = 128
 """Generations of one request, over all its prompts."""
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_lists", "num_draft_tokens", "max_depth", "draft"),
+    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "max_depth", "draft"),
     *("cache_salt", "min_tokens", "skip_special_tokens"),
 )
 """Fields with the same meaning in `SamplingParams`."""
@@ -45,7 +45,6 @@ class Sampled(Request):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     # our extensions
     rule: Rule | None = Field(default=None, strict=False)
-    num_lists: int | None = None
     num_draft_tokens: int | None = None
     max_depth: int | None = None
     draft: str | None = None
