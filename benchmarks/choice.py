@@ -28,13 +28,16 @@ from specwire.config.models import EMBEDDED
 from specwire.config.stack import UpConfig
 
 CACHE = Path("build/benchmarks")
-AUTO, PLAIN = "auto", "plain"
+AUTO, PLAIN, SERVICE = "auto", "plain", "service"
 SETTINGS: Mapping[str, dict[str, Any]] = {
     AUTO: {},
     PLAIN: {"num_draft_tokens": 0},
     **{f"{length} tokens": {"num_draft_tokens": length} for length in (2, 4, 8)},
     **{f"tree of {nodes}": {"num_draft_tokens": nodes, "max_depth": 6} for nodes in (16, 32)},
+    SERVICE: {},
+    f"{SERVICE}, 4 tokens": {"num_draft_tokens": 4},
 }
+"""Where the draft is a service, it is one of another stack; else it is where it is by default."""
 RULES = {
     "greedy": SamplingParams(temperature=0.0),
     "rejection": SamplingParams(rule=Rule.REJECTION),
@@ -101,22 +104,27 @@ async def rate(client: AsyncClient, params: SamplingParams, num_streams: int, tu
     return sum(len(each.token_ids) for each in done) / (time.monotonic() - started_s)
 
 
-async def measure(address: str, point: Point, num_turns: int) -> Measured:
-    """All turns of a point, with services that have served nothing yet."""
+async def measure(address: str, beside: str, point: Point, num_turns: int) -> Measured:
+    """All turns of a point, with services that have served nothing yet.
+
+    Args:
+        beside: address of a stack whose draft is a service; it idles in the turns of the others.
+    """
     may_be_tree = point.rule != "rejection"
     settings = {name: each for name, each in SETTINGS.items() if may_be_tree or "max_depth" not in each}
     found = Measured(point, rates={name: [] for name in settings})
     params = replace(RULES[point.rule], max_tokens=NUM_TOKENS, ignore_eos=True)
-    async with AsyncClient(address, timeout_s=600.0) as client:
+    async with AsyncClient(address, timeout_s=600.0) as client, AsyncClient(beside, timeout_s=600.0) as other:
         for turn in range(max(4, NUM_LEARNING_TOKENS // (NUM_TOKENS * point.num_streams))):
             auto = await rate(client, params, point.num_streams, turn)
             plain = await rate(client, replace(params, num_draft_tokens=0), point.num_streams, turn)
             found.learning.append(auto / plain)
+            await rate(other, params, point.num_streams, turn)
         for turn in range(num_turns):
             for name, setting in settings.items():
-                found.rates[name].append(
-                    await rate(client, replace(params, **setting), point.num_streams, turn)
-                )
+                asked = replace(params, **setting)
+                served = other if name.startswith(SERVICE) else client
+                found.rates[name].append(await rate(served, asked, point.num_streams, turn))
     return found
 
 
@@ -148,8 +156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(HEADER), flush=True)
     found = []
     for point in points(args.pairs, args.streams, args.rules):
-        with Stack(config_of(point.pair)) as stack:
-            found.append(asyncio.run(measure(stack.address, point, args.turns)))
+        config = config_of(point.pair)
+        with Stack(config) as stack, Stack(replace(config, draft_placement="service")) as other:
+            found.append(asyncio.run(measure(stack.address, other.address, point, args.turns)))
         print(found[-1].row, flush=True)
     if args.out:
         args.out.write_text("\n".join([*HEADER, *(each.row for each in found)]) + "\n")
