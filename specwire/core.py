@@ -467,6 +467,7 @@ class Load:
         draft_pass_ns, draft_node_ns: of what the target drafts by itself after a pass: a rate for each pass
             of its draft, one after another, and each node that these run, of any sequence; both 0 while it
             drafts nothing.
+        prefill_ns: what prompts took of the pass of the response, and of the drafts after it.
     """
 
     num_waiting: int = 0
@@ -476,6 +477,7 @@ class Load:
     token_ns: int = 0
     draft_pass_ns: int = 0
     draft_node_ns: int = 0
+    prefill_ns: int = 0
 
     def own_draft_ns(self, num_passes: int, num_nodes: float) -> float:
         """What the target drafts by itself in so many passes; 0 before it is measured."""

@@ -23,6 +23,7 @@ from specwire.engine.batch import Feed, Feeds
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
+from specwire.estimate import clock
 from specwire.rule import sampling
 from specwire.rule.columns import MATCHED, Rows
 from specwire.rule.rows import draw_supported
@@ -157,7 +158,9 @@ class ModelDrafts(GrownDrafts):
                 feeds.append(Feed(own.cache, own.tokens[own.cache.length : own.cache.length + num], 0))
                 room -= num
         if feeds:
+            started_ns = clock.stopwatch_ns()
             self._forward(feeds)
+            self.prefill_ns = clock.stopwatch_ns() - started_ns
         for own in lacking.values() if self._config.prefix_sharing else ():
             if own.cache.has_unnamed_page:
                 own.cache.remember(own.chain)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class ForcedDrafts:
     """Of a target that proposes nothing else; see `own.OwnDrafts`."""
 
-    num_passes = num_nodes = 0
+    num_passes = num_nodes = prefill_ns = 0
 
     def split(self, logits: Tensor) -> tuple[Tensor, None]:
         """See `own.OwnDrafts`; it reads no states."""

@@ -111,7 +111,7 @@ class GrownDrafts:
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
     def __init__(self, *, may_be_tree: bool) -> None:
-        self.num_passes = self.num_nodes = 0
+        self.num_passes = self.num_nodes = self.prefill_ns = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: WeakKeyDictionary[TokenSequence, Growing] = WeakKeyDictionary()
@@ -122,7 +122,7 @@ class GrownDrafts:
 
     def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
         """See `OwnDrafts`."""
-        self.num_passes = self.num_nodes = 0
+        self.num_passes = self.num_nodes = self.prefill_ns = 0
         try:
             growing = [found for each in judged if (found := self.begin(*each)) is not None]
             if growing:

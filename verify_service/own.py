@@ -87,11 +87,12 @@ class OwnDrafts(Protocol):
     """Proposes for all sequences of a step at once. Engine thread only.
 
     Attributes:
-        num_passes, num_nodes: that the last proposals took, see `device.Drafting`.
+        num_passes, num_nodes, prefill_ns: that the last proposals took, see `device.Drafting`.
     """
 
     num_passes: int
     num_nodes: int
+    prefill_ns: int
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits [num_rows, vocab_size], and the states that lie beside them, if it reads any."""

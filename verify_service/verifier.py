@@ -260,8 +260,9 @@ class VerifyDecider:
             ]
             started_ns = clock.stopwatch_ns()
             self.drafts.propose(drafted, judged.states)
-            spent_ns = clock.stopwatch_ns() - started_ns
-            self.drafting = Drafting(self.drafts.num_passes, self.drafts.num_nodes, spent_ns)
+            spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
+            counts = self.drafts.num_passes, self.drafts.num_nodes
+            self.drafting = Drafting(*counts, spent_ns - prefill_ns, prefill_ns)
 
     @staticmethod
     def _set_verdicts(jobs: Sequence[Job], judged: Judged) -> None:

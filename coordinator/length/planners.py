@@ -37,6 +37,10 @@ _SETTLING_ROUNDS = 3
 """Rounds of a stream after its way has changed that are not counted: others may still be under the old one.
 Nor is its first, which has the prompt in it: with 64 streams, blocks with prompts took four times as long."""
 
+_MOST_PROMPTS = 0.75
+"""Most of a round's time that is ascribed to prompts of others, and no fault of its way: sixteen streams that
+began together made their first drafted block look four times as slow as the next ones."""
+
 
 class Length(NamedTuple):
     """The length to draft for a stream's next round; `best` is the one that is best with a wait."""
@@ -115,7 +119,9 @@ class _Observer:
         if way.num_nodes and done.num_steps and self._is_adaptive:
             self._shared.add_depth(way.num_nodes, self._last, done.num_steps)
         if self.limit and not self._settling and not done.draft_cost.draft_unavailable:
-            self._shared.add_settled(self._among, way, done.num_steps, elapsed_ns)
+            load = done.verify_cost.load
+            prompts_ns = min(load.prefill_ns, int(_MOST_PROMPTS * elapsed_ns)) if load else 0
+            self._shared.add_settled(self._among, way, done.num_steps, elapsed_ns - prompts_ns)
 
 
 class FixedLength(_Observer):

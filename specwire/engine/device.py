@@ -29,12 +29,14 @@ class Drafting(NamedTuple):
     Attributes:
         num_passes: one after another, of whatever drafts.
         num_nodes: that these ran, of all sequences.
-        spent_ns: for all of it.
+        spent_ns: for these.
+        prefill_ns: for beginnings of sequences, before them.
     """
 
     num_passes: int = 0
     num_nodes: int = 0
     spent_ns: int = 0
+    prefill_ns: int = 0
 
 
 NO_DRAFTING = Drafting()

@@ -20,6 +20,7 @@ The parts: `queues.py` (jobs under way), `gathering.py` (waiting for streams abo
 from __future__ import annotations
 
 import asyncio
+import operator
 import queue
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from specwire.engine.counts import EngineStatus, StepCounts
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.gathering import Gathering
-from specwire.engine.jobs import Job, TokenSequence, check_job, check_token
+from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence, check_job, check_token
 from specwire.engine.progress import LEAST_LIMIT_S, Heartbeat, Watchdog
 from specwire.engine.queues import JobQueues
 from specwire.engine.recovery import DeviceRecovery
@@ -113,7 +114,7 @@ class Engine:
         self._sequences: set[TokenSequence] = set()
         self._num_opened = 0
         self._num_forks = 0
-        self._num_waiting = 0
+        self._num_waiting = self._prefill_ns = 0
         self._closing = False
         self._costs = costs or CostModel(2)  # of a step: its sequences, its tokens
         self._draft_costs = CostModel(1)  # of a pass of what is drafted after a step: its nodes
@@ -284,7 +285,8 @@ class Engine:
         """The load that a job met which has just ended, and the fitted cost of steps."""
         pass_ns = (self._costs.base, *self._costs.rates)
         draft_ns = (self._draft_costs.base, *self._draft_costs.rates)
-        return Load(self._num_waiting, job.batch_size, *map(int, (*pass_ns, *draft_ns)))
+        costs = map(int, (*pass_ns, *draft_ns, self._prefill_ns))
+        return Load(self._num_waiting, job.batch_size, *costs)
 
     # --- on the engine thread ---
 
@@ -388,9 +390,12 @@ class Engine:
     def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what the step cost, and answer the jobs that are done."""
         finished_ns = clock.stopwatch_ns()
-        num_passes, num_nodes, drafting_ns = self._executor.drafting
-        pass_ns = finished_ns - started_ns - self._hook_ns - drafting_ns
+        num_passes, num_nodes, drafting_ns, draft_prefill_ns = self._executor.drafting
+        pass_ns = finished_ns - started_ns - self._hook_ns - drafting_ns - draft_prefill_ns
         self._costs.add((len(step.jobs), step.num_tokens), max(1, pass_ns))
+        num_lacking = map(operator.sub, step.feeds.num_query, step.feeds.num_rows)
+        num_prefill = sum(num for num in num_lacking if num > MAX_CATCH_UP_TOKENS)
+        self._prefill_ns = draft_prefill_ns + int(num_prefill * self._costs.rates[1])
         if num_passes:
             self._draft_costs.add((num_nodes / num_passes,), max(1, drafting_ns / num_passes))
         self._counts.add_step(len(step.jobs), finished_ns - started_ns)

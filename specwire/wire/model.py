@@ -147,6 +147,7 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         token_ns=load.token_ns,
         draft_pass_ns=load.draft_pass_ns,
         draft_node_ns=load.draft_node_ns,
+        prefill_ns=load.prefill_ns,
     )
 
 
@@ -160,6 +161,7 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         message.token_ns,
         message.draft_pass_ns,
         message.draft_node_ns,
+        message.prefill_ns,
     )
 
 
