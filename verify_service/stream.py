@@ -203,6 +203,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             parents=following.proposal.parents,
             supports=[support.token_ids for support in following.proposal.supports],
             worth=1.0,
+            goes_on=True,
             tag=begun,
         )
         begun.job.drafting = _drafting(begun)

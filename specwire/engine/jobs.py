@@ -158,6 +158,8 @@ class Job:
         num_losses: forward passes during which the device was lost.
         parent: the sequence that this job's new sequence is forked from, if any.
         worth: priority of a background job; higher runs earlier.
+        goes_on: a background job that its sequence most likely needs: it runs beside those that are waited
+            for, however long it makes their step.
         result: set by the service's decider once it has seen enough logits.
         tag: what its caller knows it by.
     """
@@ -175,6 +177,7 @@ class Job:
     num_losses: int = 0
     parent: TokenSequence | None = None
     worth: float = 0.0
+    goes_on: bool = False
     result: Any = None
     tag: Any = None
 

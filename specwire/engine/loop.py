@@ -325,7 +325,7 @@ class Engine:
 
     def _gathering_s(self) -> float:
         """How long the next step may still wait for streams that are about to return, in seconds."""
-        if not self._queues.foreground or self._closing:
+        if not (self._queues.foreground or self._queues.num_going_on) or self._closing:
             return 0.0
         return self._gathering.remaining_s()
 
@@ -333,10 +333,11 @@ class Engine:
         if job.sequence.closed:
             self._replies.fail(job, RequestCancelledError("the sequence was closed"))
             return
-        if background:
-            self._gathering.discard(job.sequence)  # it goes on by itself: no step waits for its stream
+        if background and not job.goes_on:
+            self._gathering.discard(job.sequence)  # no step waits for its stream
         else:
             self._gathering.arrived(job)
+        if not background:
             self._queues.cancel_background(job.sequence, "another request came")
         try:
             job.start()
@@ -409,7 +410,11 @@ class Engine:
             spare_ns = _MAX_DELAY * usual_ns if step.jobs else usual_ns
             job_ns = sequence_ns + token_ns
             num_tokens = int(spare_ns / job_ns) if job_ns else step.budget
-            self._scheduler.fill(step, [*self._queues.background], num_tokens)
+            if self._queues.num_going_on:
+                needed = [job for job in self._queues.background if job.goes_on]
+                self._scheduler.fill(step, needed, step.budget)
+            others = [job for job in self._queues.background if not job.goes_on]
+            self._scheduler.fill(step, others, num_tokens)
         return step
 
     def _limit_time(self, step: Step) -> None:
@@ -426,8 +431,9 @@ class Engine:
         done = [job for job in jobs if job.done]
         for job in done:
             job.finished_ns, job.batch_size = finished_ns, len(jobs)
-        answered = [job.sequence for job in done if job not in self._queues.background]
-        self._num_waiting = len(self._queues.foreground) - len(answered)
+        background = self._queues.background
+        self._num_waiting = len(self._queues.foreground) - sum(job not in background for job in done)
+        answered = [job.sequence for job in done if job.goes_on or job not in background]
         self._replies.resolve(done)
         self._replies.flush()
         self._gathering.expect(answered, min(forward_ns, int(self._costs.base)), finished_ns)

@@ -22,11 +22,13 @@ class JobQueues:
     Attributes:
         foreground: jobs that a caller waits for, as keys.
         background: jobs that work ahead on what may be requested, as keys.
+        num_going_on: of these, that are most likely needed.
     """
 
     def __init__(self, replies: Replies) -> None:
         self.foreground: dict[Job, None] = {}
         self.background: dict[Job, None] = {}
+        self.num_going_on = 0
         self._jobs_of: dict[TokenSequence, list[Job]] = {}
         self._replies = replies
 
@@ -40,12 +42,14 @@ class JobQueues:
     def add(self, job: Job, *, background: bool) -> None:
         """A job that has started."""
         (self.background if background else self.foreground)[job] = None
+        self.num_going_on += background and job.goes_on
         self._jobs_of.setdefault(job.sequence, []).append(job)
 
     def promote(self, job: Job) -> None:
         """Move a background job to the foreground."""
         if job in self.background:
             del self.background[job]
+            self.num_going_on -= job.goes_on
             self.foreground[job] = None
 
     def move(self, sequence: TokenSequence, to: TokenSequence) -> None:
@@ -79,7 +83,9 @@ class JobQueues:
     def remove(self, jobs: Iterable[Job]) -> None:
         """Drop these."""
         for job in jobs:
-            (self.background if job in self.background else self.foreground).pop(job)
+            is_background = job in self.background
+            (self.background if is_background else self.foreground).pop(job)
+            self.num_going_on -= is_background and job.goes_on
             own = self._jobs_of[job.sequence]
             own.remove(job)
             if not own:
