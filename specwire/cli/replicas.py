@@ -23,7 +23,6 @@ from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
 from specwire.config.flags import flag_words, settings_of
 from specwire.config.services import CoordinatorConfig
-from specwire.rpc import listening
 
 _WORKER = "_SPECWIRE_WORKER"
 """In the environment of a worker."""
@@ -97,6 +96,8 @@ async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig
     Raises:
         ConfigError: the address cannot be bound.
     """
+    from specwire.rpc import listening  # which imports gRPC: `--help` waits for nothing
+
     with listening.reserved(config.address) as address:
         made = []
         for number in range(config.workers):
