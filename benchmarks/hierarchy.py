@@ -102,6 +102,7 @@ class Run(NamedTuple):
 def _started(stack: ExitStack, draft: str, *, is_paced: bool) -> Running:
     config = UpConfig(
         draft=draft,
+        draft_placement="service",
         dtype="float32",
         draft_dtype="float32",
         address="127.0.0.1:0",

@@ -98,6 +98,7 @@ def config(draft: Path | str, **settings: Any) -> UpConfig:
     """Of a stack whose passes are one thread each."""
     return UpConfig(
         draft=str(draft),
+        draft_placement="service",
         dtype="float32",
         draft_dtype="float32",
         address="127.0.0.1:0",

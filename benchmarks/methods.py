@@ -25,7 +25,13 @@ from specwire.config.stack import UpConfig
 
 LEAST_RATIO = 0.98
 PASS_MS = 60.0
-STACK = UpConfig(dtype="float32", draft_dtype="float32", address="127.0.0.1:0", num_threads=1)
+STACK = UpConfig(
+    dtype="float32",
+    draft_dtype="float32",
+    draft_placement="service",
+    address="127.0.0.1:0",
+    num_threads=1,
+)
 GREEDY = {"greedy": SamplingParams(temperature=0, ignore_eos=True)}
 SAMPLED = {"temperature 1": SamplingParams(ignore_eos=True)}
 COUPLED = {"Gumbel": SamplingParams(rule=Rule.GUMBEL, seed=0, ignore_eos=True)}

@@ -42,7 +42,12 @@ SETTLING_TOKENS = 4000
 COST_DEPTH = 8
 
 EMBEDDED = UpConfig(
-    dtype="float32", draft_dtype="float32", address="127.0.0.1:0", num_outcomes="0", num_threads=1
+    dtype="float32",
+    draft_dtype="float32",
+    draft_placement="service",
+    address="127.0.0.1:0",
+    num_outcomes="0",
+    num_threads=1,
 )
 
 

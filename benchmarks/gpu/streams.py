@@ -101,6 +101,7 @@ def _specwire(plan: Plan) -> Iterator[list[System]]:
     config = UpConfig(
         target=str(plan.target),
         draft=str(plan.draft),
+        draft_placement="service",
         dtype=plan.dtype,
         draft_dtype=plan.dtype,
         device=plan.device,

@@ -177,6 +177,7 @@ class StackConfig(CheckedConfig):
             ("," in draft or ABOVE in draft, "draft", draft, "has two drafters"),
             (self.draft_model.startswith(EMULATED), "draft", draft, "is emulated"),
             (self.target.startswith(EMULATED), "target", self.target, "is emulated"),
+            (_has_encoder(self.target), "target", self.target, "is an encoder-decoder"),
             (self._is_apart, "draft_device", self.draft_device, f"is not the target's, {self.device}"),
             (self.tensor_parallel_size > 1, "tensor_parallel_size", self.tensor_parallel_size, "is over 1"),
             (self.draft_learn, "draft_learn", True, "learns beside the target"),
@@ -319,6 +320,15 @@ class StackConfig(CheckedConfig):
             return json.dumps({"method": source} | {name: given[name] for name in given if name != "model"})
         implied = json.dumps({"method": method}) if method in METHODS else ""
         return self.speculative_config or implied
+
+
+def _has_encoder(source: str) -> bool:
+    """Whether a model's directory says so. Of a hub id, the preflight and the service find out."""
+    try:
+        found = json.loads((Path(source) / "config.json").read_text())
+    except (OSError, ValueError):  # the preflight says what is wrong with it
+        return False
+    return isinstance(found, dict) and bool(found.get("is_encoder_decoder"))
 
 
 @dataclass(frozen=True, kw_only=True)

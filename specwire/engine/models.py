@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED
 from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
-from specwire.config.speculative import DFLASH, MTP
+from specwire.config.speculative import DFLASH, DRAFT_MODEL, MTP
 from specwire.engine.boot import resolve
 from specwire.engine.device import Runner
 from specwire.engine.model import block, encoder_decoder, memory, mtp
@@ -108,8 +108,11 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
     """Raises:
     ModelLoadError: naming a flag that does not combine with an encoder-decoder.
     """
+    own = flag_name(config.own.source)
+    if config.own.source == DRAFT_MODEL:
+        own += "; its draft needs a service of its own (--draft-placement service)"
     refused = {
-        flag_name(config.own.source): config.own.source != "",
+        own: config.own.source != "",
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }

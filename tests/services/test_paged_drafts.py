@@ -211,8 +211,9 @@ def test_what_does_not_combine(make: Any, problem: str) -> None:
         make()
 
 
-def test_where_a_draft_model_runs() -> None:
+def test_where_a_draft_model_runs(tmp_path: Path) -> None:
     """In the target's process, unless it is asked for what only a service has."""
+    (tmp_path / "config.json").write_text('{"is_encoder_decoder": true}')
     assert UpConfig().own == ("draft_model", "embedded")
     assert UpConfig(device="cuda", draft_device="cuda:0").draft_in_target
     for asked in (
@@ -222,6 +223,7 @@ def test_where_a_draft_model_runs() -> None:
         {"draft_num_threads": 2},
         {"draft": "ngram,embedded"},
         {"device": "cuda"},
+        {"target": str(tmp_path), "draft": str(tmp_path)},
         {"speculative_config": json.dumps({"method": "draft_model", "selection": "kseq"})},
         {"target": "emulated:step_ms=1", "draft": "emulated:step_ms=1"},
     ):
