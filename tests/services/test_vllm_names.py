@@ -36,9 +36,10 @@ def test_a_stack_under_vllms_names() -> None:
     ):
         params = SamplingParams(max_tokens=24, seed=1, rule=Rule.GUMBEL)
         done = [stack.client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(2)]
-        while True:  # a client has its last message a moment before the request is counted
+        while True:  # a client has its last message before the request is counted, and closed at verify
             verify, _, coordinator = (samples(address) for address in addresses)
-            if any(s.name == "vllm:request_success_total" and s.value == 2 for s in coordinator):
+            is_counted = any(s.name == "vllm:request_success_total" and s.value == 2 for s in coordinator)
+            if is_counted and not any(s.name == "vllm:kv_cache_usage_perc" and s.value for s in verify):
                 break
     found = {(s.name, *sorted(s.labels.items() - {("model_name", TARGET), ("engine", "0")})): s.value
              for s in (*coordinator, *verify)}  # fmt: skip
