@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from specwire import preflight
@@ -31,7 +32,7 @@ async def _serve(args: argparse.Namespace) -> None:
     listening.check(settings)
     extras.require("specwire verify", "serve")
     preflight.check(settings)
-    process.end_at_once_by_signals()
+    process.end_at_once_by_signals(signal.SIGINT, signal.SIGTERM)
     threads.spin_briefly(os.environ)
     if settings.replicas > 1:
         from verify_service import replicas

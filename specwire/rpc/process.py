@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -96,11 +97,16 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def end_at_once_by_signals() -> None:
-    """Have SIGINT and SIGTERM end the process at once, until it serves: nothing has to finish before.
-    asyncio would defer SIGINT until a model is loaded."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+def end_at_once_by_signals(*numbers: signal.Signals) -> None:
+    """Have signals end the process at once, until it serves: nothing has to finish before. asyncio would
+    defer SIGINT until a model is loaded. The first process of a container has no default for them: they are
+    ignored there unless something handles them."""
+    for number in numbers:
+        signal.signal(number, _end if os.getpid() == 1 else signal.SIG_DFL)
+
+
+def _end(number: int, _: object) -> None:
+    os._exit(128 + number)
 
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]], args: argparse.Namespace | None = None) -> int:
@@ -109,6 +115,7 @@ def run_service(main: Callable[[], Coroutine[Any, Any, None]], args: argparse.Na
     Args:
         args: the flags that its config is read from, by whose names errors are told.
     """
+    end_at_once_by_signals(signal.SIGTERM)
     parent.end_with_it()
     stacks.show_on_signal()
     try:
