@@ -16,8 +16,8 @@ ENV PATH=/opt/specwire/bin:$PATH
 WORKDIR /src
 # torch first and by itself: it changes rarely, and its layer is most of the image.
 COPY requirements/torch-*.txt requirements/
-RUN pip install --require-hashes --only-binary :all: --extra-index-url "${TORCH_CPU_INDEX_URL}" \
-        -r "requirements/torch-${TORCH}.txt"
+RUN [ "${TORCH}" = cuda ] || export PIP_EXTRA_INDEX_URL="${TORCH_CPU_INDEX_URL}"; \
+    pip install --require-hashes --only-binary :all: -r "requirements/torch-${TORCH}.txt"
 COPY requirements/image.txt requirements/
 RUN pip install --require-hashes --only-binary :all: -r requirements/image.txt
 COPY . .

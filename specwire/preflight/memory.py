@@ -13,6 +13,11 @@ from specwire.errors import ConfigError
 from specwire.preflight.sizes import Size
 
 _CGROUP = Path("/sys/fs/cgroup")
+_LIMITS_AND_USES = (
+    ("memory.max", "memory.current"),  # cgroup v2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1
+)
+_UNLIMITED = 1 << 62
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -88,17 +93,13 @@ def gigabytes(num_bytes: int) -> str:
 
 def free_host_bytes() -> int:
     """Bytes that can still be allocated on this machine, within the limit of a container."""
-    return min(_meminfo("MemAvailable"), _cgroup_bytes(_CGROUP))
+    limit, used = _cgroup(_CGROUP)
+    return min(_meminfo("MemAvailable"), max(0, limit - used))
 
 
 def total_host_bytes() -> int:
     """Bytes of this machine, within the limit of a container."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-    except OSError:
-        limit = "max"
-    there = _meminfo("MemTotal")
-    return there if limit == "max" else min(there, int(limit))
+    return min(_meminfo("MemTotal"), _cgroup(_CGROUP)[0])
 
 
 def _meminfo(name: str) -> int:
@@ -108,10 +109,12 @@ def _meminfo(name: str) -> int:
     raise OSError(f"{_MEMINFO} does not say {name}")
 
 
-def _cgroup_bytes(directory: Path) -> int:
-    """What remains of a container's limit (cgroup v2); practically infinite without one."""
-    try:
-        limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return 1 << 62
-    return 1 << 62 if limit == "max" else max(0, int(limit) - int(used))
+def _cgroup(directory: Path) -> tuple[int, int]:
+    """Bytes that a container may use, practically infinite without a limit, and that it uses."""
+    for names in _LIMITS_AND_USES:
+        try:
+            limit, used = ((directory / name).read_text().strip() for name in names)
+        except OSError:
+            continue
+        return _UNLIMITED if limit == "max" else int(limit), int(used)
+    return _UNLIMITED, 0

@@ -19,7 +19,7 @@ from specwire.engine import boot
 from specwire.engine.model import memory
 from specwire.engine.model.memory import free_bytes, total_bytes
 from specwire.engine.model.runner import ModelRunner
-from specwire.preflight.memory import _cgroup_bytes
+from specwire.preflight.memory import _cgroup
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from verify_service.verifier import VerifyDecider
@@ -120,12 +120,16 @@ def test_a_context_is_limited_and_not_extended(pair: tuple[Path, Path]) -> None:
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:
-    assert _cgroup_bytes(tmp_path) > 1 << 60
+    assert _cgroup(tmp_path)[0] > 1 << 60
     (tmp_path / "memory.current").write_text("300\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert _cgroup_bytes(tmp_path) > 1 << 60
+    assert _cgroup(tmp_path)[0] > 1 << 60
     (tmp_path / "memory.max").write_text("1000\n")
-    assert _cgroup_bytes(tmp_path) == 700
+    assert _cgroup(tmp_path) == (1000, 300)
+    (old := tmp_path / "v1" / "memory").mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("2000\n")
+    (old / "memory.usage_in_bytes").write_text("400\n")
+    assert _cgroup(tmp_path / "v1") == (2000, 400)
 
 
 def test_what_can_never_fit_is_refused_at_once(pair: tuple[Path, Path]) -> None:
