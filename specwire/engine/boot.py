@@ -162,7 +162,8 @@ def start(
     if target_tokenizer is not None:
         tokenizer, end_ids = target_tokenizer, _end_ids(target_tokenizer)
     known = vocabulary(tokenizer, vocab_size or runner.vocab_size, end_ids)
-    is_measured = not (source.startswith(EMULATED) or info.has_encoder)
+    # A draft is asked for proposals, whose times coordinators measure; it would prepare more.
+    is_measured = role == "verify" and not (source.startswith(EMULATED) or info.has_encoder)
     engine = Engine(
         runner,
         decider,
