@@ -410,10 +410,10 @@ class Engine:
             spare_ns = _MAX_DELAY * usual_ns if step.jobs else usual_ns
             job_ns = sequence_ns + token_ns
             num_tokens = int(spare_ns / job_ns) if job_ns else step.budget
+            others = [*self._queues.background]
             if self._queues.num_going_on:
-                needed = [job for job in self._queues.background if job.goes_on]
-                self._scheduler.fill(step, needed, step.budget)
-            others = [job for job in self._queues.background if not job.goes_on]
+                self._scheduler.fill(step, [job for job in others if job.goes_on], step.budget)
+                others = [job for job in others if not job.goes_on]
             self._scheduler.fill(step, others, num_tokens)
         return step
 
