@@ -14,6 +14,7 @@
     │   └── GenerationIdleError     the same from the SDK, with the tokens received before
     ├── ServiceUnavailableError     the peer cannot be reached, or was lost
     │   ├── ServiceLoadingError     draft or verify loads its model
+    │   ├── ServiceDrainingError    it takes no new requests, and finishes those that it has
     │   └── GenerationLostError     a coordinator was lost, and none resumed in time; with the tokens received
     ├── DeadlineExceededError       the deadline passed
     ├── RequestCancelledError       cancelled by the caller or the server's shutdown
@@ -178,6 +179,12 @@ class ServiceLoadingError(ServiceUnavailableError):
     """The service loads its model, and serves afterwards."""
 
     reason = "LOADING"
+
+
+class ServiceDrainingError(ServiceUnavailableError):
+    """The service shuts down: it takes no new requests, and finishes those that it has."""
+
+    reason = "DRAINING"
 
 
 class StreamIdleError(SpecwireError):

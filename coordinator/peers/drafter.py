@@ -20,6 +20,7 @@ from specwire.errors import (
     InternalError,
     PrefixMismatchError,
     ResourceExhaustedError,
+    ServiceDrainingError,
     ServiceUnavailableError,
     SpecwireError,
 )
@@ -278,6 +279,9 @@ class RemoteDrafter:
                 self.unavailable = str(error)
                 retry_after_ms = error.retry_after_ms or _RETRY_AFTER_MS
                 self._not_before_s[replica] = clock.stopwatch_ns() / 1e9 + retry_after_ms / 1e3
+            case ServiceDrainingError():  # it finishes what is open there
+                self.unavailable = str(error)
+                replica.mark_unavailable(self.unavailable)
             case ServiceUnavailableError() | InternalError():
                 self.unavailable = str(error)
                 replica.mark_lost(self.unavailable)

@@ -23,6 +23,7 @@ from specwire.core import PROTOCOL_VERSION, ModelInfo
 from specwire.errors import (
     DeadlineExceededError,
     HandshakeError,
+    ServiceDrainingError,
     ServiceLoadingError,
     ServiceUnavailableError,
     SpecwireError,
@@ -38,6 +39,7 @@ _POLL_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
 _PAGE_TIMEOUT_S = 30.0
 _NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_DRAINS = "takes no new streams"
 """The service does not implement health checks, or has as many watches of its health as it allows."""
 
 
@@ -210,6 +212,8 @@ class RemoteReplica(Replica):
                 await self._while_serving(health)
             except HandshakeError as error:
                 self.mark_incompatible(error)
+            except ServiceDrainingError:
+                self.mark_unavailable(_DRAINS)
             except SpecwireError as error:
                 super().mark_lost(str(error))
             finally:
@@ -281,9 +285,9 @@ class RemoteReplica(Replica):
         except _DeviceHangsError as error:
             super().mark_lost(str(error))
         except SpecwireError:
-            self.mark_unavailable("takes no new streams")
+            self.mark_unavailable(_DRAINS)
         else:
-            self.mark_unavailable("takes no new streams")
+            self.mark_unavailable(_DRAINS)
 
 
 class _DeviceHangsError(ServiceUnavailableError):

@@ -22,6 +22,7 @@ from specwire.errors import (
     InternalError,
     PrefixMismatchError,
     ResourceExhaustedError,
+    ServiceDrainingError,
     ServiceUnavailableError,
     SpecwireError,
 )
@@ -287,7 +288,9 @@ class RemoteVerifier:
         """
         log.warning("verify at %s: %s", replica.address, error)
         self.close()
-        if isinstance(error, ServiceUnavailableError):
+        if isinstance(error, ServiceDrainingError):
+            replica.mark_unavailable(str(error))
+        elif isinstance(error, ServiceUnavailableError):
             replica.mark_lost(str(error))
         parent.event("verify lost", {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status})
         attempts.add(replica, error)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from specwire.errors import ServiceLoadingError, ServiceUnavailableError
+from specwire.errors import ServiceDrainingError, ServiceLoadingError
 
 
 class Drain:
@@ -39,11 +39,11 @@ class Drain:
         """Count a request while the body runs.
 
         Raises:
-            ServiceUnavailableError: it is closed.
+            ServiceDrainingError: it is closed.
             ServiceLoadingError: the service loads its model.
         """
         if self._is_closed:
-            raise ServiceUnavailableError("the service is shutting down")
+            raise ServiceDrainingError("the service is shutting down")
         if self.is_loading:
             raise ServiceLoadingError("the service loads its model")
         self._num_running += 1

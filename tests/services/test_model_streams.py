@@ -18,7 +18,7 @@ import verify_service.service
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
 from specwire.config.services import DraftConfig, VerifyConfig
 from specwire.engine.streams import Limits, ModelStream
-from specwire.errors import DeadlineExceededError
+from specwire.errors import DeadlineExceededError, ServiceDrainingError
 from specwire.security.bearer import Principal, make_token
 from specwire.wire.draft import DraftOrder
 from specwire.wire.verify import VerifyOrder
@@ -276,6 +276,7 @@ def test_a_service_that_shuts_down(role: str) -> None:
         stopping = pool.submit(service.stop)
         assert empty.status() is grpc.StatusCode.OK
         error = error_of(busy, requests(role, 3))
+        assert type(error) is ServiceDrainingError
         assert (error.status, str(error)) == ("UNAVAILABLE", "the service is shutting down")
         assert answered(busy, 2, requests(role, 1, 2, begin=False)) == [1, 2]
         busy.send(requests(role, close=(1,)))

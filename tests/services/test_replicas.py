@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from grpc_health.v1.health import aio as health_aio
 
 import coordinator.service
 import draft_service.service
@@ -468,7 +469,16 @@ async def test_replicas_that_are_not_there_are_taken_up_when_they_come(services:
         await until(is_there)
 
 
-async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(services: Services) -> None:
+async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, say = asyncio.Event(), health_aio.HealthServicer.enter_graceful_shutdown
+
+    async def say_late(self: health_aio.HealthServicer) -> None:
+        await told.wait()
+        await say(self)
+
+    monkeypatch.setattr(health_aio.HealthServicer, "enter_graceful_shutdown", say_late)
     a = await services.start("verify", TARGET, grace_s=PATIENCE_S)
     b = await services.start("verify", TARGET, grace_s=PATIENCE_S)
     async with serving(f"{a},{b}") as client:
@@ -477,13 +487,15 @@ async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(serv
             await anext(stream)
             [busy] = [address for address, one in (await replicas(client)).items() if one.num_streams]
             ending = asyncio.create_task(services.stop(busy))
+            met = await asyncio.gather(*[generate(client) for _ in range(4)])
+            told.set()
 
             async def is_known() -> bool:
                 return (await replicas(client))[busy].unavailable != ""
 
             await until(is_known)
             done = await asyncio.gather(*[generate(client) for _ in range(4)])
-            assert len({one.token_ids for one in done}) == 1
+            assert len({one.token_ids for one in (*met, *done)}) == 1
             async for _ in stream:
                 pass
         assert stream.completion.token_ids == alone.token_ids

@@ -505,6 +505,7 @@ class TestErrors:
         errors.StreamIdleError("no token was taken for 60 s"),
         errors.ServiceUnavailableError("gone"),
         errors.ServiceLoadingError("the service loads its model"),
+        errors.ServiceDrainingError("the service is shutting down"),
         errors.DeadlineExceededError("late"),
         errors.RequestCancelledError("cancelled"),
         errors.InternalError("a defect"),
