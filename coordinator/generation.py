@@ -45,6 +45,11 @@ class Plan:
     why_plain: str = ""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there are none, of any source."""
+        return not (self.num_draft_tokens or self.num_text_tokens)
+
+    @property
     def num_steps(self) -> int:
         """Draft tokens one after another: forward passes of the draft."""
         return self.max_depth or self.num_draft_tokens
@@ -128,13 +133,18 @@ class Verifier(Protocol):
     """The target's side of one sequence."""
 
     async def verify(
-        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span, *, is_plain: bool = False
     ) -> tuple[Verdict, Cost]:
-        """The target's verdict on every draft position and on the one after them."""
+        """The target's verdict on every draft position and on the one after them.
+
+        Args:
+            is_plain: no proposal is planned for the rounds after this one, so it may begin them by itself.
+        """
         ...
 
     def begun(self, committed: Sequence[int], outcome: Outcome) -> Proposal | None:
-        """The proposal that the target judges next by itself, after the outcome of the last verdict.
+        """The proposal that the target judges next by itself, after the outcome of the last verdict; an empty
+        one of a plain round.
 
         None if it waits for a request, or came to another outcome.
         """
@@ -281,7 +291,7 @@ class Generation:
         num_done = len(self.committed)
         plan = self._planner.plan().within(self._end_len - num_done - 1, self._longest_len - num_done)
         proposal, draft_cost = await self._propose(plan, parent)
-        verdict, verify_cost = await self._verify(proposal, parent)
+        verdict, verify_cost = await self._verify(proposal, parent, is_plain=plan.is_plain)
         with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
         why_plain = "" if proposal.token_ids else plan.why_plain or self._why_none(draft_cost)
@@ -292,9 +302,10 @@ class Generation:
         return done
 
     async def _propose(self, plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
-        if self._begun is not None and plan.num_draft_tokens:
+        begun = self._begun
+        if begun is not None and (plan.num_draft_tokens or not begun.token_ids):
             self._ledger.switch(Stage.VERIFY)
-            return self._begun, self._drafter.follow(self.committed, self._begun, plan)
+            return begun, Cost() if plan.is_plain else self._drafter.follow(self.committed, begun, plan)
         self._ledger.switch(Stage.DRAFT)
         proposal, cost = await self._drafter.propose(self.committed, plan, parent)
         self._ledger.settle(cost, Stage.VERIFY)
@@ -306,9 +317,11 @@ class Generation:
             return f"the draft is unavailable: {self._drafter.unavailable}"
         return "the proposal did not arrive in time" if cost.timed_out else ""
 
-    async def _verify(self, proposal: Proposal, parent: tracing.Span) -> tuple[Verdict, Cost]:
+    async def _verify(
+        self, proposal: Proposal, parent: tracing.Span, *, is_plain: bool
+    ) -> tuple[Verdict, Cost]:
         try:
-            verdict, cost = await self._verifier.verify(self.committed, proposal, parent)
+            verdict, cost = await self._verifier.verify(self.committed, proposal, parent, is_plain=is_plain)
         except ServiceUnavailableError:
             self._ledger.fail()
             raise

@@ -7,6 +7,7 @@ On the engine thread, right after a pass. The coordinator comes to the same outc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -15,31 +16,75 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.core import Outcome, Proposal, Verdict
+from specwire.core import NO_TOKEN, Outcome, Proposal, Verdict
 from specwire.engine.jobs import TokenSequence
+from specwire.errors import SpecwireError
 from specwire.rule import acceptance
 from specwire.rule.columns import GUMBEL, Rows
 from specwire.rule.random import gumbel_noise
 from specwire.rule.transfer import to_device
 
+log = logging.getLogger(__name__)
+
+_MAX_UNASKED = 2
+"""Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause."""
 _MOST_NOISE = 1 << 24
 """Numbers that are computed at once; 12 bytes each, for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a sequence's coordinator wants to be proposed after a verdict.
+    """What a sequence's coordinator wants after a verdict.
 
     Attributes:
-        num_draft_tokens: none if 0.
+        num_draft_tokens: to be proposed; none if 0.
         max_depth: longest path of a tree; 0 for a chain.
+        num_plain: rounds without draft tokens that are begun before they are asked for, if none are proposed.
     """
 
     num_draft_tokens: int = 0
     max_depth: int = 0
+    num_plain: int = 0
 
 
-NOTHING = Wanted()
+@dataclass(slots=True, eq=False)
+class Going:
+    """How a sequence goes on by itself. Two threads share it, and each attribute is written by one of them.
+
+    Attributes:
+        end_len: most tokens that it may come to.
+        longest_len: most tokens that it may have, drafts included.
+        goes_on: whether it begins rounds that it was not asked for.
+        wanted: after verdicts from now on; by the event loop.
+        num_asked: rounds that it had begun and was asked for since; by the event loop.
+        first_id: of its rounds; they count down from there.
+        num_begun: rounds that it began; by the engine thread.
+    """
+
+    end_len: int
+    longest_len: int
+    goes_on: bool
+    wanted: Wanted = Wanted()
+    num_asked: int = 0
+    first_id: int = -1
+    num_begun: int = 0
+
+    def again(self) -> Going:
+        """For a sequence that was asked for another round than it had begun: none counts any more.
+
+        The engine may be about to begin one; its id is not used again.
+        """
+        first_id = self.first_id - self.num_begun - 1
+        return Going(self.end_len, self.longest_len, self.goes_on, self.wanted, first_id=first_id)
+
+    def may_begin(self, proposal: Proposal | None, committed_len: int) -> bool:
+        """Whether a round with this proposal, or none, is begun after so many committed tokens."""
+        num_ahead = self.num_begun - self.num_asked
+        if not self.goes_on or committed_len >= self.end_len:
+            return False
+        if proposal is None:
+            return num_ahead < self.wanted.num_plain
+        return num_ahead < _MAX_UNASKED and committed_len + len(proposal.token_ids) <= self.longest_len
 
 
 @dataclass(slots=True, eq=False)
@@ -48,14 +93,16 @@ class Drafting:
 
     Attributes:
         judged: the proposal of the verdict, with what the rule needs.
-        end_len: most tokens that the sequence may come to.
+        going: of its sequence.
+        ahead_id: of the round, if the sequence began it by itself; else 0.
         outcome: of the verdict, by the same rule as the coordinator's; set with `proposal`.
         proposal: after the outcome; None if there is none.
     """
 
     judged: Proposal
     wanted: Wanted
-    end_len: int
+    going: Going
+    ahead_id: int = 0
     outcome: Outcome | None = None
     proposal: Proposal | None = None
 
@@ -66,8 +113,21 @@ class Drafting:
 
     def depth(self, committed_len: int) -> int:
         """Most draft tokens on a path after so many committed ones; 0 if nothing is wanted, or has room."""
-        wanted, room = self.wanted, self.end_len - committed_len - 1  # the last token is the target's own
+        # The last token is the target's own.
+        wanted, room = self.wanted, self.going.end_len - committed_len - 1
         return max(0, min(wanted.max_depth or wanted.num_draft_tokens, wanted.num_draft_tokens, room))
+
+    def following(self) -> Drafting | None:
+        """The round that the sequence begins by itself now, as the latest wishes say; None if none."""
+        going, proposal = self.going, self.proposal
+        if self.outcome is None:
+            return None
+        committed_len = self.judged.base_len + self.outcome.num_accepted + 1
+        if not going.may_begin(proposal, committed_len):
+            return None
+        ahead_id = going.first_id - going.num_begun
+        going.num_begun += 1
+        return Drafting(proposal or Proposal(committed_len), going.wanted, going, ahead_id)
 
 
 class Judged(NamedTuple):
@@ -81,6 +141,14 @@ class Judged(NamedTuple):
     drafting: Drafting
     row: int
     verdict: Verdict
+
+    def judge(self) -> None:
+        """Apply the rule, if no drafter has; there is no outcome where it cannot be."""
+        if self.drafting.outcome is None and NO_TOKEN not in self.verdict.target_token_ids:
+            try:
+                self.drafting.judge(self.sequence, self.verdict)
+            except SpecwireError as error:
+                log.debug("a verdict cannot be judged: %s", error)
 
 
 class OwnDrafts(Protocol):

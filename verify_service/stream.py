@@ -35,13 +35,10 @@ from specwire.v1 import common_pb2, verify_pb2
 from specwire.wire import verify as verify_wire
 from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
-from verify_service.own import NOTHING, Drafting, Wanted
+from verify_service.own import Drafting, Going, Wanted
 from verify_service.verifier import VerifyJob
 
 log = logging.getLogger(__name__)
-
-_MAX_UNASKED = 2
-"""Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,17 +48,15 @@ class _State:
     Attributes:
         ahead: None if it may not go on by itself.
         begun: rounds that it began by itself, oldest first, and that the coordinator has not asked for yet.
-        end_len: most tokens that it may come to, if the service proposes for it by itself; else 0.
-        wanted: what is proposed after verdicts from now on.
-        num_own: proposals that the service went on with by itself and has made itself.
+        going: with what the service proposes, or without a proposal.
+        is_drafted: whether the service proposes for it by itself.
     """
 
     spans: SequenceSpans
+    going: Going
+    is_drafted: bool
     ahead: Ahead | None = None
     begun: list[_Round] = field(default_factory=list)
-    end_len: int = 0
-    wanted: Wanted = NOTHING
-    num_own: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +116,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         if grammar is not None and tokens.grammar is None:
             raise UnsupportedError("grammar", grammar.kind, "this service does not constrain outputs")
         ahead = Ahead(tokens.params) if message.may_go_on else None
-        proposes = self.service.info.drafts or grammar is not None
-        return _State(spans, ahead, end_len=message.end_len if proposes else 0)
+        going = Going(message.end_len, longest_len, message.may_go_on)
+        return _State(spans, going, self.service.info.drafts or grammar is not None, ahead)
 
     def received(self, message: verify_pb2.VerifyRequest) -> None:
         received_ns = clock.stopwatch_ns()
@@ -141,7 +136,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def _requested(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
         if sequence.num_unanswered:
             raise InvalidRequestError("sequence_ids", order.sequence_id, "has a request without an answer")
-        sequence.state.wanted = _wanted(order)
+        sequence.state.going.wanted = _wanted(order, is_drafted=sequence.state.is_drafted)
         if order.ahead_id:
             self._confirm(sequence, order, received_ns)
         else:
@@ -158,10 +153,12 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def _submit(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
         """Judge the proposal of a request; rounds that were begun for other ones are dropped."""
         state, job = sequence.state, self._job(sequence.tokens, order)
-        state.begun.clear()
+        if state.begun:
+            state.begun.clear()
+            state.going = state.going.again()
         span = state.spans.serving(order.traceparent)
         asked = job.tag = _Round(sequence, order.request_id, 0, received_ns, span)
-        if state.ahead is not None or state.end_len:
+        if state.ahead is not None or state.going.end_len:
             asked.proposal = _proposal_of(order, job)
         if state.ahead is not None:
             state.ahead.commit(order.base_len, order.token_ids)
@@ -175,6 +172,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         if not rounds or rounds[0].ahead_id != order.ahead_id:
             raise InvalidRequestError("ahead_ids", order.ahead_id, "is not what the sequence goes on with")
         begun = rounds[0]
+        sequence.state.going.num_asked += begun.ahead_id < 0
         if order.token_ids or order.draft_token_ids:
             num_tokens = len(order.token_ids) + len(order.draft_token_ids)
             raise InvalidRequestError("num_tokens", num_tokens, "must be 0 with an ahead_id")
@@ -223,7 +221,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             draft_token_ids=before.draft_token_ids,
             parents=before.parents,
             supports=before.supports,
-            drafting=_drafting(begun),
+            drafting=before.drafting,
             tag=begun,
         )
         self.service.engine.submit(begun.job, self._judged, extra_len=len(before.draft_token_ids))
@@ -283,7 +281,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                     if judged.ahead_id:
                         judged.sequence.state.begun.remove(judged)
                 if job.drafting is not None:
-                    judged.continuation = self._go_on_with_own(judged.sequence, job.drafting, result)
+                    judged.continuation = self._gone_on(judged.sequence, job.drafting, job.following)
                 elif judged.proposal is not None and judged.sequence.state.ahead is not None:
                     judged.continuation = self._go_on(judged.sequence, judged.proposal, result)
                 answered.append(job)
@@ -316,24 +314,24 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             return None
         return following.continuation
 
-    def _go_on_with_own(
-        self, sequence: OpenSequence[_State], drafting: Drafting, verdict: Verdict
+    def _gone_on(
+        self, sequence: OpenSequence[_State], drafting: Drafting, following: VerifyJob | None
     ) -> Continuation | None:
-        """Begin what the service proposes itself, if it may; None if it proposes nothing."""
-        state, outcome, proposal = sequence.state, drafting.outcome, drafting.proposal
-        if outcome is None or proposal is None:
+        """Note the round that the engine has begun after this one, if it has; None if nothing is proposed."""
+        outcome, state = drafting.outcome, sequence.state
+        if outcome is None:
             return None
-        if state.ahead is None or len(state.begun) >= _MAX_UNASKED:
-            return Continuation(0, outcome)
-        emitted = [*(drafting.judged.token_ids[node] for node in outcome.path), outcome.next_token]
-        following = Next(Continuation(-state.num_own - 1, outcome), emitted, proposal)
-        try:
-            self._begin(sequence, following, verdict.base_len)
-        except SpecwireError as error:  # such as the end of the context: the coordinator takes less of it
-            log.debug("sequence %d does not go on: %s", sequence.sequence_id, error)
-            return Continuation(0, outcome)
-        state.num_own += 1
-        return following.continuation
+        if following is None:
+            return Continuation(0, outcome) if drafting.proposal else None
+        assert following.drafting is not None
+        proposal, ahead_id = following.drafting.judged, following.drafting.ahead_id
+        begun = _Round(sequence, 0, ahead_id, None, Span(), proposal, job=following)
+        following.tag = begun
+        self.service.engine.expect(following, self._judged)
+        state.begun.append(begun)
+        if state.ahead is not None:
+            state.ahead.commit(following.base_len, following.token_ids)
+        return Continuation(ahead_id, outcome)
 
     def _fail(self, job: VerifyJob, judged: _Round, error: SpecwireError) -> None:
         if judged.ahead_id and judged.received_ns is None:
@@ -390,21 +388,26 @@ def _proposal_of(order: VerifyOrder, job: VerifyJob) -> Proposal | None:
     return Proposal(job.committed_len, order.draft_token_ids, supports, parents=job.parents)
 
 
-def _wanted(order: VerifyOrder) -> Wanted:
-    """What is to be proposed after the verdict."""
-    num_tokens, max_depth = order.num_next_draft_tokens, order.next_max_depth
-    for name, value in (("num_next_draft_tokens", num_tokens), ("next_max_depths", max_depth)):
-        if not 0 <= value <= MAX_NUM_DRAFT_TOKENS:
-            raise InvalidRequestError(name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
-    return Wanted(num_tokens, max_depth)
+def _wanted(order: VerifyOrder, *, is_drafted: bool) -> Wanted:
+    """What is to follow the verdict; no proposal where the service does not draft."""
+    num_tokens, max_depth, num_plain = order[-3:]
+    for name, value, most in (
+        ("num_next_draft_tokens", num_tokens, MAX_NUM_DRAFT_TOKENS),
+        ("next_max_depths", max_depth, MAX_NUM_DRAFT_TOKENS),
+        ("num_plain_ahead", num_plain, MAX_AHEAD),
+    ):
+        if not 0 <= value <= most:
+            raise InvalidRequestError(name, value, f"must lie in [0, {most}]")
+    return Wanted(num_tokens if is_drafted else 0, max_depth, num_plain)
 
 
 def _drafting(judged: _Round) -> Drafting | None:
-    """What to propose after a round; None for a sequence that the service does not propose for at present."""
-    state = judged.sequence.state
-    if not (state.end_len and state.wanted.num_draft_tokens) or judged.proposal is None:
+    """What follows a round that the service proposes after, or goes on from by itself; else None."""
+    going = judged.sequence.state.going
+    wants = going.wanted.num_draft_tokens or (going.wanted.num_plain and going.goes_on)
+    if judged.proposal is None or not going.end_len or not wants:
         return None
-    return Drafting(judged.proposal, state.wanted, state.end_len)
+    return Drafting(judged.proposal, going.wanted, going)
 
 
 def _supports(order: VerifyOrder, params: SamplingParams, vocab_size: int) -> Sequence[IntArray]:

@@ -43,6 +43,7 @@ class VerifyJob(Job):
     parents: Sequence[int] = ()
     supports: Sequence[IntArray] = ()
     drafting: own.Drafting | None = None
+    following: VerifyJob | None = None
     masks: LazyMasks | None = None
 
     def start(self) -> None:
@@ -65,6 +66,25 @@ class VerifyJob(Job):
             parents=self.parents,
             supports=self.supports,
             masks=self.masks,
+        )
+
+    def follow(self) -> None:
+        """Go on with what was drafted after the verdict, or without, if the sequence does so by itself."""
+        drafting = self.drafting
+        if drafting is None or (begun := drafting.following()) is None:
+            return
+        judged, outcome, next_up = drafting.judged, drafting.outcome, begun.judged
+        assert outcome is not None
+        self.following = VerifyJob(
+            self.sequence,
+            judged.base_len,
+            [*(judged.token_ids[node] for node in outcome.path), outcome.next_token],
+            draft_token_ids=next_up.token_ids,
+            parents=next_up.parents,
+            supports=[support.token_ids for support in next_up.supports],
+            drafting=begun,
+            worth=1.0,
+            goes_on=True,
         )
 
     def ask_masks(self) -> None:
@@ -249,20 +269,29 @@ class VerifyDecider:
         return judged
 
     def apply(self, jobs: Sequence[Job], judged: Judged) -> None:
-        """Verdicts, then what is proposed after them."""
+        """Verdicts, then what is proposed after them, and the rounds that sequences begin by themselves."""
         self._set_verdicts(jobs, judged)
-        if self.drafts is not None:
-            starts = [0, *accumulate(job.num_rows for job in jobs)]
-            drafted = [
-                own.Judged(job.sequence, job.drafting, start, job.result)
-                for job, start in zip(jobs, starts, strict=False)
-                if isinstance(job, VerifyJob) and job.drafting and isinstance(job.result, Verdict)
-            ]
+        self.drafting = NO_DRAFTING
+        starts = [0, *accumulate(job.num_rows for job in jobs)]
+        following = [
+            own.Judged(job.sequence, job.drafting, start, job.result)
+            for job, start in zip(jobs, starts, strict=False)
+            if isinstance(job, VerifyJob) and job.drafting and isinstance(job.result, Verdict)
+        ]
+        if not following:
+            return
+        drafted = [each for each in following if each.drafting.wanted.num_draft_tokens]
+        if drafted and self.drafts is not None:
             started_ns = clock.stopwatch_ns()
             self.drafts.propose(drafted, judged.states)
             spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
             counts = self.drafts.num_passes, self.drafts.num_nodes
             self.drafting = Drafting(*counts, spent_ns - prefill_ns, prefill_ns)
+        for each in following:
+            each.judge()
+        for job in jobs:
+            if isinstance(job, VerifyJob):
+                job.follow()
 
     @staticmethod
     def _set_verdicts(jobs: Sequence[Job], judged: Judged) -> None:

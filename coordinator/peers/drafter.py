@@ -115,6 +115,8 @@ class RemoteDrafter:
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
         """See `generation.Drafter`."""
+        if not begun.token_ids:  # the next round asks
+            return Cost()
         if self._current is None:
             return Cost(outcome=CallOutcome.READY)
         return self._continue_from(committed, begun, plan, self._current.sequence.prepared.take(committed))

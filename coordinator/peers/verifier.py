@@ -47,11 +47,16 @@ _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
 
 
+_PLAIN_AHEAD = 4
+"""Rounds without draft tokens that the service may begin before they are asked for."""
+
+
 class Wanted(NamedTuple):
-    """What the service is to propose by itself after a verdict; see `VerifyOrder`."""
+    """What the service is to do by itself after a verdict; see `VerifyOrder`."""
 
     num_draft_tokens: int = 0
     max_depth: int = 0
+    num_plain: int = 0
 
 
 class _VerifySequence:
@@ -108,6 +113,7 @@ class _VerifySequence:
             ahead_id=ahead_id,
             num_next_draft_tokens=wanted.num_draft_tokens,
             next_max_depth=wanted.max_depth,
+            num_plain_ahead=wanted.num_plain,
         )
 
     def rewind(self, length: int) -> None:
@@ -225,7 +231,7 @@ class RemoteVerifier:
             remaining_s: until the deadline of the request; None without one.
             timeout_s: longest wait for a replica when none is available.
             parent: span of the generation.
-            goes_on: whether the target may go on by itself with prepared proposals.
+            goes_on: whether the target may go on by itself, with prepared proposals or without any.
             max_depth: longest path of draft tokens that it may do so with: the client's credit has room for
                 no longer round.
             drafts: whether it is asked to propose by itself.
@@ -240,9 +246,9 @@ class RemoteVerifier:
             request.prompt_len,
             trace_headers=tracer.propagators.headers(parent.context),
             may_go_on=goes_on,
-            end_len=request.prompt_len + (request.params.max_tokens or 0) if drafts else 0,
+            end_len=request.prompt_len + (request.params.max_tokens or 0) if drafts or goes_on else 0,
         )
-        self._goes_on, self._max_depth = goes_on, max_depth
+        self._goes_on, self._max_depth, self._is_drafted = goes_on, max_depth, drafts
         self._end_len = request.prompt_len + (request.params.max_tokens or 0)
         self._source = request.target.own_source
         self._wanted = Wanted()
@@ -254,7 +260,7 @@ class RemoteVerifier:
         self._has_begun = False
 
     async def verify(
-        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span, *, is_plain: bool = False
     ) -> tuple[Verdict, Cost]:
         """See `generation.Verifier`.
 
@@ -262,6 +268,7 @@ class RemoteVerifier:
             SpecwireError: no target is available, or it refused the request.
         """
         started_ns, lost_ns = clock.stopwatch_ns(), 0
+        self._wanted = self._wanted._replace(num_plain=_PLAIN_AHEAD if is_plain and self._goes_on else 0)
         attempts: Attempts | None = None  # a round without failures needs none
         while True:
             replica = self._replica
@@ -366,7 +373,7 @@ class RemoteVerifier:
             return None
         continuation = self._continuation
         if continuation is not None and continuation.ahead_id < 0 and self._goes_on:
-            self._begun = self._drafted
+            self._begun = self._drafted or Proposal(len(committed))
         else:
             self._begun = self._sequence.begun(committed, continuation)
         theirs = continuation.outcome if continuation else outcome
@@ -393,7 +400,7 @@ class RemoteVerifier:
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
         """See `drafts.own.Target`; holds from the next request on."""
-        self._wanted = Wanted(num_draft_tokens, max_depth)
+        self._wanted = Wanted(num_draft_tokens, max_depth)  # `verify` says whether rounds may be plain
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:
         """What it proposed after the last verdict; None if nothing that follows the committed tokens."""
@@ -411,7 +418,7 @@ class RemoteVerifier:
             return None
         matches = self._params.matches_tokens
         is_other_kind = proposal.supports if matches else proposal.parents
-        if not self._opening.end_len or is_other_kind:
+        if not self._is_drafted or is_other_kind:
             raise ServiceUnavailableError("the service sent a proposal that was not asked for")
         supports = () if matches else proposal.supports or certain(proposal.token_ids)
         return replace(proposal, supports=supports, source=self._source)

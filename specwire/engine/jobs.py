@@ -161,6 +161,7 @@ class Job:
         goes_on: a background job that its sequence most likely needs: it runs beside those that are waited
             for, however long it makes their step.
         result: set by the service's decider once it has seen enough logits.
+        following: a background job that begins when this one has its result; set along with it.
         tag: what its caller knows it by.
     """
 
@@ -179,6 +180,7 @@ class Job:
     worth: float = 0.0
     goes_on: bool = False
     result: Any = None
+    following: Job | None = None
     tag: Any = None
 
     def start(self) -> None:

@@ -184,6 +184,10 @@ class Engine:
         self.submit(job, into_future(future), extra_len)
         return await future
 
+    def expect(self, job: Job, sink: Sink) -> None:
+        """The result of a job that begins by itself goes to this sink; see `Job.following`."""
+        self._replies.expect(job, sink)
+
     def submit(self, job: Job, sink: Sink, extra_len: int = 0, *, background: bool = False) -> None:
         """Run a job; the sink gets its result, together with others that are there at the same time.
 
@@ -339,6 +343,9 @@ class Engine:
             self._gathering.arrived(job)
         if not background:
             self._queues.cancel_background(job.sequence, "another request came")
+        self._begin(job, background)
+
+    def _begin(self, job: Job, background: bool) -> None:
         try:
             job.start()
         except SpecwireError as error:
@@ -433,11 +440,16 @@ class Engine:
             job.finished_ns, job.batch_size = finished_ns, len(jobs)
         background = self._queues.background
         self._num_waiting = len(self._queues.foreground) - sum(job not in background for job in done)
-        answered = [job.sequence for job in done if job.goes_on or job not in background]
+        answered = [
+            job.sequence for job in done if not job.following and (job.goes_on or job not in background)
+        ]
         self._replies.resolve(done)
         self._replies.flush()
         self._gathering.expect(answered, min(forward_ns, int(self._costs.base)), finished_ns)
         self._queues.remove(done)
+        for job in done:
+            if job.following is not None and not job.sequence.closed:
+                self._begin(job.following, background=True)
 
 
 def _run_all(commands: Sequence[Callable[[], None]]) -> None:

@@ -49,6 +49,7 @@ class VerifyOrder(NamedTuple):
             draft tokens then. Else 0.
         num_next_draft_tokens: that the receiver proposes after the verdict, as a tree if a depth is given.
         next_max_depth: longest path of that tree; 0 for a chain.
+        num_plain_ahead: rounds without draft tokens that the receiver may begin before they are asked for.
     """
 
     sequence_id: int
@@ -63,6 +64,7 @@ class VerifyOrder(NamedTuple):
     ahead_id: int = 0
     num_next_draft_tokens: int = 0
     next_max_depth: int = 0
+    num_plain_ahead: int = 0
 
 
 class AheadOrder(NamedTuple):
@@ -125,7 +127,7 @@ def request_to_proto(
 def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrder]) -> None:
     columns_of = zip(*orders, strict=True)
     ids, request_ids, base_lens, token_ids, drafts, parents, supports, traces, *others = columns_of
-    probs, ahead_ids, num_next, next_depths = others
+    probs, ahead_ids, num_next, next_depths, num_plain = others
     num_draft_tokens = [*map(len, drafts)]
     message.sequence_ids.extend(ids)
     message.request_ids.extend(request_ids)
@@ -146,6 +148,8 @@ def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrde
         message.num_next_draft_tokens.extend(num_next)
     if any(next_depths):
         message.next_max_depths.extend(next_depths)
+    if any(num_plain):
+        message.num_plain_ahead.extend(num_plain)
 
 
 def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
@@ -253,6 +257,7 @@ def orders_from_proto(message: verify_pb2.VerifyRequest) -> list[VerifyOrder]:
             _column_or_zeros(message, "ahead_ids", num),
             _column_or_zeros(message, "num_next_draft_tokens", num),
             _column_or_zeros(message, "next_max_depths", num),
+            _column_or_zeros(message, "num_plain_ahead", num),
         )
     )
 

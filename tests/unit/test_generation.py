@@ -41,7 +41,7 @@ class Peers:
         return Proposal(len(committed), [len(committed)] * plan.num_draft_tokens), Cost()
 
     async def verify(
-        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span, *, is_plain: bool = False
     ) -> tuple[Verdict, Cost]:
         if len(committed) == self._fails_at:
             raise ServiceUnavailableError("gone")
