@@ -47,7 +47,7 @@ _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
 
 
-_PLAIN_AHEAD = 4
+PLAIN_AHEAD = 4
 """Rounds without draft tokens that the service may begin before they are asked for."""
 
 
@@ -268,7 +268,7 @@ class RemoteVerifier:
             SpecwireError: no target is available, or it refused the request.
         """
         started_ns, lost_ns = clock.stopwatch_ns(), 0
-        self._wanted = self._wanted._replace(num_plain=_PLAIN_AHEAD if is_plain and self._goes_on else 0)
+        self._wanted = self._wanted._replace(num_plain=PLAIN_AHEAD if is_plain and self._goes_on else 0)
         attempts: Attempts | None = None  # a round without failures needs none
         while True:
             replica = self._replica

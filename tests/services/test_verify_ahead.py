@@ -21,10 +21,12 @@ import grpc
 import pytest
 
 import coordinator.servicer
+from coordinator.generation import Plan, Round
 from coordinator.servicer import GenerationServicer
 from specwire import Completion, Rule, SamplingParams
 from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict
 from specwire.engine import boot
+from specwire.engine.jobs import TokenSequence
 from specwire.testing.delay_proxy import Link
 from specwire.v1 import generation_pb2_grpc, verify_pb2_grpc
 from specwire.wire import model as model_wire
@@ -34,6 +36,7 @@ from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import raw_stream, verify
 from tests.support.paused import most_ahead, opening
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
+from verify_service.own import Drafting
 from verify_service.stream import VerifyStream
 
 TARGET, DRAFT = "emulated:step_ms=24", "emulated:step_ms=0.5,alpha=0.85,runner_up=0.6"
@@ -44,7 +47,13 @@ KINDS = [
     pytest.param(GUMBEL, id="gumbel"),
     pytest.param(replace(GUMBEL, num_draft_tokens=8, max_depth=3), id="trees"),
     pytest.param(replace(GUMBEL, logprobs=2, presence_penalty=1.0, repetition_penalty=1.2), id="logprobs"),
+    pytest.param(replace(GUMBEL, temperature=0, num_draft_tokens=0), id="plain greedy"),
+    pytest.param(replace(GUMBEL, logprobs=2, num_draft_tokens=0), id="plain"),
 ]
+PLAIN = replace(GUMBEL, num_draft_tokens=0)
+BOTH = pytest.mark.parametrize(
+    "params", [pytest.param(GUMBEL, id="drafted"), pytest.param(PLAIN, id="plain")]
+)
 
 
 @dataclass
@@ -136,13 +145,52 @@ def test_the_text_is_the_same_with_and_without(on: Watched, off: Watched, params
     assert (off.num_begun, on.num_disagreements) == (0, 0)
 
 
+@BOTH
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
-def test_both_come_to_the_same_where_probabilities_decide(on: Watched, rule: Rule) -> None:
+def test_both_come_to_the_same_where_probabilities_decide(
+    on: Watched, params: SamplingParams, rule: Rule
+) -> None:
     """The distribution itself is tested in tests/exactness."""
     num_before = on.num_begun
-    on.generate(replace(GUMBEL, rule=rule))
+    on.generate(replace(params, rule=rule))
     assert on.num_begun > num_before
     assert on.num_disagreements == 0
+
+
+class Alternating:
+    """Plans drafts and none by turns, some rounds each."""
+
+    limit = 4
+
+    def __init__(self, num_plain: int) -> None:
+        self._plans = itertools.cycle([*[Plan(0)] * num_plain, *[Plan(4, num_outcomes=8)] * 3])
+
+    def plan(self) -> Plan:
+        return next(self._plans)
+
+    def observe(self, done: Round, elapsed_ns: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_plain", [1, 2, 7])
+def test_it_goes_on_with_drafts_and_without_by_turns(
+    on: Watched, expected: Completion, monkeypatch: pytest.MonkeyPatch, num_plain: int
+) -> None:
+    """What was begun for the plan before is used or dropped."""
+    monkeypatch.setattr(on.servicer, "_planner", lambda checked: Alternating(num_plain))
+    num_before = on.num_begun
+    done = on.generate(GUMBEL)
+    assert done.token_ids == expected.token_ids
+    assert done.speculation.num_accepted_tokens > 0
+    assert on.num_begun > num_before
+    assert on.num_disagreements == 0
+
+
+def test_a_plain_round_is_begun_before_it_is_asked_for(on: Watched) -> None:
+    """All but the first, which has no round before it."""
+    num_before = on.num_begun
+    done = on.generate(PLAIN)
+    assert done.speculation.num_rounds - (on.num_begun - num_before) <= 3
 
 
 class TestAnotherOutcome:
@@ -174,6 +222,28 @@ class TestAnotherOutcome:
         assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
         on.servicer._verify.num_disagreements = 0
 
+    def test_of_a_plain_round(
+        self,
+        on: Watched,
+        expected: Completion,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        judge = Drafting.judge
+
+        def wrong(self: Drafting, sequence: TokenSequence, verdict: Verdict) -> list[int]:
+            judge(self, sequence, verdict)
+            assert self.outcome is not None
+            self.outcome = replace(self.outcome, next_token=(self.outcome.next_token + 1) % 64)
+            return [self.outcome.next_token]
+
+        monkeypatch.setattr(Drafting, "judge", wrong)
+        with caplog.at_level(logging.ERROR):
+            assert on.generate(PLAIN).token_ids == expected.token_ids
+        assert on.num_disagreements == 1
+        assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
+        on.servicer._verify.num_disagreements = 0
+
     def test_a_defect_of_going_on_does_not_fail_the_round(
         self,
         on: Watched,
@@ -193,27 +263,37 @@ class TestAnotherOutcome:
 
 
 class TestEndsInMidFlight:
+    @BOTH
     @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 11, 37])
-    def test_max_tokens(self, on: Watched, expected: Completion, max_tokens: int) -> None:
-        done = on.generate(replace(GUMBEL, max_tokens=max_tokens))
+    def test_max_tokens(
+        self, on: Watched, expected: Completion, params: SamplingParams, max_tokens: int
+    ) -> None:
+        num_before = on.verify.engine.status().num_tokens
+        done = on.generate(replace(params, max_tokens=max_tokens))
         assert done.token_ids == expected.token_ids[:max_tokens]
+        if params is PLAIN:
+            num_run = on.verify.engine.status().num_tokens - num_before
+            assert num_run == len(PROMPT) + max_tokens - 1, "nothing is begun beyond the end"
 
-    def test_a_stop_token(self, on: Watched, expected: Completion) -> None:
+    @BOTH
+    def test_a_stop_token(self, on: Watched, expected: Completion, params: SamplingParams) -> None:
         stop = expected.token_ids[60]
         num_tokens = expected.token_ids.index(stop) + 1
-        done = on.generate(replace(GUMBEL, stop_token_ids=(stop,)))
+        done = on.generate(replace(params, stop_token_ids=(stop,)))
         assert done.token_ids == expected.token_ids[:num_tokens]
 
     def test_the_context_ends(self, expected: Completion) -> None:
         """Of what was prepared for, nothing is judged that has no room."""
         with watched(verify_options={"model": TARGET + ",context_len=64"}) as small:
-            done = small.generate(replace(GUMBEL, max_tokens=None))
-            assert done.token_ids == expected.token_ids[: 64 - len(PROMPT)]
+            for params in (GUMBEL, PLAIN):
+                done = small.generate(replace(params, max_tokens=None))
+                assert done.token_ids == expected.token_ids[: 64 - len(PROMPT)]
             small.assert_free()
 
+    @BOTH
     @pytest.mark.parametrize("num_chunks", [1, 2, 5])
-    def test_a_cancel(self, on: Watched, num_chunks: int) -> None:
-        params = replace(GUMBEL, max_tokens=1000)
+    def test_a_cancel(self, on: Watched, params: SamplingParams, num_chunks: int) -> None:
+        params = replace(params, max_tokens=1000)
         with on.stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
             list(itertools.islice(stream, num_chunks))
             stream.cancel()
@@ -270,12 +350,15 @@ def test_a_sequence_that_went_on_loses_its_cache(off: Watched, expected: Complet
         tight.assert_free()
 
 
-def test_no_memory_to_go_on_in(on: Watched, expected: Completion, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_no_memory_to_go_on_in(
+    on: Watched, expected: Completion, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
     """The round that was announced fails, and is judged when it is asked for."""
     begun_again = mock.Mock(side_effect=on.stream._begin_again)
     monkeypatch.setattr(on.verify.engine._scheduler, "fill", lambda *_: None)
     monkeypatch.setattr(on.stream, "_begin_again", begun_again)
-    assert on.generate(GUMBEL).token_ids == expected.token_ids
+    assert on.generate(params).token_ids == expected.token_ids
     assert begun_again.called
 
 
@@ -334,6 +417,26 @@ class TestRefusals:
             while not (answer := stream.read()).errors:  # the round's verdict may be on its way
                 pass
         assert problem in answer.errors[0].message
+
+
+def test_plain_rounds_are_begun_as_far_as_was_asked_for(on: Watched, expected: Completion) -> None:
+    """Each that is asked for lets it begin one more. A coordinator that is gone leaves nothing behind."""
+    opening = model_wire.open_sequence(GUMBEL, len(PROMPT), may_go_on=True, end_len=200)
+    opening.sequence_id = 1
+    num_before = on.verify.engine.status().num_steps
+    with raw_stream(on.stack, "verify") as stream:
+        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT, num_plain_ahead=3), opened=[opening]))
+        answers = [stream.read() for _ in range(4)]
+        assert [list(each.ahead_ids) for each in answers] == [[], [-1], [-2], [-3]]
+        assert [list(each.continuations.ahead_ids) for each in answers] == [[-1], [-2], [-3], []]
+        assert on.verify.engine.status().num_steps == num_before + 4
+        confirm = VerifyOrder(1, 2, len(PROMPT) + 1, (), ahead_id=-1, num_plain_ahead=3)
+        again = VerifyOrder(1, 3, len(PROMPT) + 1, expected.token_ids[1:2], num_plain_ahead=1)
+        stream.send(verify(confirm))
+        answers = [stream.ask(verify(again)), stream.read()]
+        assert [list(each.continuations.ahead_ids) for each in answers] == [[-5], []], (
+            "ids are not used again"
+        )
 
 
 def test_a_sequence_goes_on_a_bounded_number_of_rounds(on: Watched, expected: Completion) -> None:

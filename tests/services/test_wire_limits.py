@@ -258,6 +258,7 @@ RANGES: dict[str, tuple[Any, str]] = {
         with_columns(verifying(), next_max_depths=[-1]),
         "next_max_depths",
     ),
+    "VerifyRequest.num_plain_ahead": (with_columns(verifying(), num_plain_ahead=[65]), "num_plain_ahead"),
     "OpenSequence.end_len": (verifying(opening(end_len=2**30)), "end_len"),
 }
 
