@@ -19,7 +19,7 @@ from specwire.config.services import DraftConfig
 from specwire.core import Preparation
 from specwire.engine import boot
 from specwire.engine.streams import Limits
-from specwire.errors import InternalError, ServiceUnavailableError
+from specwire.errors import InternalError, ServiceDrainingError
 from specwire.rule.random import Purpose, uniforms
 from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, draft_stream, opening
@@ -203,7 +203,7 @@ def test_a_service_that_drains_ends_the_stream_with_its_last_sequence(service: b
             limits.drain.close()
             call.send([DraftOrder(1, 2, 3, [7], 3)], [opening(3, PARAMS, 3)], closed=[2])
             message = await call.read()
-            assert {id_: type(error) for id_, error in message.errors.items()} == {3: ServiceUnavailableError}
+            assert {id_: type(error) for id_, error in message.errors.items()} == {3: ServiceDrainingError}
             assert await answered(call, 1) == [(1, 2)]
             assert limits.drain.num_running == 1
             call.send(closed=[1])
