@@ -579,6 +579,7 @@ class ModelInfo:
         devices: names of the accelerators that run it; empty on a CPU.
         num_cores, num_threads: cores that the service may use, and most that a pass on a CPU uses.
         num_ranks: that the model is spread over; 0 where it is on one device.
+        costs: of a target, what its passes cost, as measured when it was loaded; None if they were not.
     """
 
     name: str
@@ -614,6 +615,7 @@ class ModelInfo:
     num_cores: int = 0
     num_threads: int = 0
     num_ranks: int = 0
+    costs: Load | None = None
 
     @property
     def why_not_reproducible(self) -> str:

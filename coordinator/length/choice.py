@@ -23,6 +23,7 @@ import numpy as np
 from coordinator.generation import Round
 from coordinator.length.round_costs import RoundCosts
 from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Beliefs, Seen, Way
+from specwire.core import Load
 from specwire.estimate.forecast import SharedAcceptance
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class SharedChoice:
         num_outcomes: to prepare for; None finds out what pays.
         may_prepare: whether any may be prepared for at present.
         num_chains: of a round, whose length is meant by draft tokens then.
+        told: what the target's passes cost, as it measured before the first request.
     """
 
     def __init__(
@@ -144,8 +146,10 @@ class SharedChoice:
         num_outcomes: int | None = 0,
         may_prepare: Callable[[], bool] = lambda: True,
         num_chains: int = 1,
+        told: Callable[[], Load | None] = lambda: None,
     ) -> None:
         self._num_running, self._may_prepare, self._num_outcomes = num_streams, may_prepare, num_outcomes
+        self._told = told
         self.acceptances = {nodes: SharedAcceptance() for nodes in (CHAIN, *TREES)}
         self.costs, self._beliefs = RoundCosts(num_chains), Beliefs()
         self._held: dict[Among, _Held] = {}
@@ -175,6 +179,8 @@ class SharedChoice:
     def begin_round(self, among: Among) -> tuple[Way, int]:
         """The way of a round of any stream, and how many outcomes are prepared."""
         held = self._held.get(among)
+        if not self.are_known and (load := self._told()) is not None:
+            self.costs.know(load)
         if held is None or self._num_streams_changed(held) or (held.way.prepares and not self._may_prepare()):
             held = self._held[among] = self._entered(among, held)
         outcomes = MAX_OUTCOMES if self._num_outcomes is None else self._num_outcomes
@@ -257,6 +263,8 @@ class SharedChoice:
         ways = self._open(among)
         way = before.best if before and before.best in ways else ways[0]
         if self.are_known:
+            if not self._num_rounds:  # what trees bring follows from what chains do
+                ways = [each for each in ways if not each.num_nodes]
             way = ways[int(np.argmax(self._rates(among, ways)[0]))]
             self._prospects.clear()
         return self._hold(way, way)

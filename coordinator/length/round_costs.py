@@ -83,6 +83,11 @@ class RoundCosts:
         self._queue_share = self._network_ns = self.mean_drafted = 0.0
         self.num_sequences = 1.0
 
+    def know(self, load: Load) -> None:
+        """What passes cost, before any round."""
+        if not self._load.base_ns:
+            self._load = load
+
     def add(self, done: Round, way: Way) -> None:
         """A round of any stream."""
         num_steps, cost = done.num_steps, done.draft_cost
@@ -115,8 +120,9 @@ class RoundCosts:
 
     @property
     def are_known(self) -> bool:
-        """Whether both services have answered so often that ways can be compared."""
-        return self._load.base_ns > 0 and self._num_proposals >= _FIRST_PROPOSALS
+        """Whether what passes and proposals cost is known, so that ways can be compared."""
+        load = self._load
+        return load.base_ns > 0 and (load.draft_pass_ns > 0 or self._num_proposals >= _FIRST_PROPOSALS)
 
     def proposal_share(self, way: Way) -> float:
         """What the usual proposal takes, if it was not prepared, in passes of plain decoding."""

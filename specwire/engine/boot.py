@@ -18,13 +18,14 @@ import torch
 from specwire import embedded, tokenizer_files
 from specwire.config.models import EMBEDDED, EMULATED
 from specwire.config.services import ModelServiceConfig
+from specwire.config.speculative import DRAFT_MODEL
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
 from specwire.engine.grammars.compiler import Grammars, vocabulary
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine, StepHook
-from specwire.engine.measuring import measure
+from specwire.engine.measuring import measure, measure_draft
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.place import place
@@ -164,10 +165,12 @@ def start(
     known = vocabulary(tokenizer, vocab_size or runner.vocab_size, end_ids)
     # A draft is asked for proposals, whose times coordinators measure; it would prepare more.
     is_measured = role == "verify" and not (source.startswith(EMULATED) or info.has_encoder)
+    draft: Any = getattr(runner, "drafting", None) if config.own.source == DRAFT_MODEL else None
     engine = Engine(
         runner,
         decider,
         costs=thread.call(lambda: measure(runner)) if is_measured else None,
+        draft_costs=thread.call(lambda: measure_draft(draft)) if draft is not None else None,
         max_num_tokens=config.max_num_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         context_len=info.longest_len,
@@ -179,7 +182,8 @@ def start(
         threads=threads,
     )
     runner.on_loss = engine.check_device
-    info = dataclasses.replace(info, grammars=known is not None)
+    costs = engine.load() if is_measured else None
+    info = dataclasses.replace(info, grammars=known is not None, costs=costs)
     grammars = Grammars(known) if known else None
     return ModelService(engine, runner, info, config.max_sequences, grammars, files)
 

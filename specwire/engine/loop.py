@@ -93,6 +93,7 @@ class Engine:
         hook: StepHook | None = None,
         threads: ThreadCount | None = None,
         costs: CostModel | None = None,
+        draft_costs: CostModel | None = None,
     ) -> None:
         """Starts to run.
 
@@ -102,6 +103,7 @@ class Engine:
             step_timeout_s: time limit of a step while the cost of steps is unknown.
             threads: that passes run on; None leaves them as they are.
             costs: of passes by sequences and tokens, as far as they were measured; None if they were not.
+            draft_costs: of passes of what drafts after a step, by nodes; None if they were not measured.
         """
         self._runner = runner
         self._context_len = context_len
@@ -117,7 +119,9 @@ class Engine:
         self._num_waiting = self._prefill_ns = 0
         self._closing = False
         self._costs = costs or CostModel(2)  # of a step: its sequences, its tokens
-        self._draft_costs = CostModel(1)  # of a pass of what is drafted after a step: its nodes
+        self._draft_costs = draft_costs or CostModel(
+            1
+        )  # of a pass of what is drafted after a step: its nodes
         self._counts = StepCounts()
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
@@ -285,12 +289,12 @@ class Engine:
             silent_s=self._watchdog.silent_s,
         )
 
-    def load(self, job: Job) -> Load:
-        """The load that a job met which has just ended, and the fitted cost of steps."""
+    def load(self, job: Job | None = None) -> Load:
+        """The load that a job met which has just ended, if one is given, and the fitted cost of steps."""
         pass_ns = (self._costs.base, *self._costs.rates)
         draft_ns = (self._draft_costs.base, *self._draft_costs.rates)
         costs = map(int, (*pass_ns, *draft_ns, self._prefill_ns))
-        return Load(self._num_waiting, job.batch_size, *costs)
+        return Load(self._num_waiting, job.batch_size if job else 1, *costs)
 
     # --- on the engine thread ---
 

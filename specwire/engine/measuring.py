@@ -7,6 +7,7 @@ From then on the engine corrects it with every pass that it runs.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -23,8 +24,24 @@ _MOST_S = 1.0
 
 
 def measure(runner: Runner) -> CostModel:
-    """Of sizes that fit; on the thread that runs the passes."""
-    costs, started_s = CostModel(2), time.perf_counter()
+    """Of sizes that fit, by sequences and tokens; on the thread that runs the passes."""
+    costs = CostModel(2)
+    for num_sequences, num_tokens, pass_ns in _measured(runner):
+        costs.add((num_sequences, num_tokens), pass_ns)
+    return costs
+
+
+def measure_draft(runner: Runner) -> CostModel:
+    """The same of a draft model that runs after the target's passes, by nodes."""
+    costs = CostModel(1)
+    for _, num_tokens, pass_ns in _measured(runner):
+        costs.add((num_tokens,), pass_ns)
+    return costs
+
+
+def _measured(runner: Runner) -> Iterator[tuple[int, int, int]]:
+    """Sequences, tokens of all of them, and nanoseconds of a pass."""
+    started_s = time.perf_counter()
     for num_sequences, num_tokens in _SIZES:
         pages = num_sequences * -(-num_tokens // runner.pool.page_size)
         if time.perf_counter() - started_s > _MOST_S or pages > runner.pool.num_pages:
@@ -43,8 +60,7 @@ def measure(runner: Runner) -> CostModel:
         finally:
             for cache in caches:
                 cache.release()
-        costs.add((num_sequences, num_sequences * num_tokens), max(1, min(times_ns)))
-    return costs
+        yield num_sequences, num_sequences * num_tokens, max(1, min(times_ns))
 
 
 def _nothing(question: object, logits: object) -> None:

@@ -172,7 +172,9 @@ _CAPABILITIES = {
     "drafts": common_pb2.CAPABILITY_DRAFTS,
     "grammars": common_pb2.CAPABILITY_GRAMMARS,
 }
-_MODEL_INFO = [name for name in ModelInfo.__dataclass_fields__ if name not in {*_CAPABILITIES, "learning"}]
+_MODEL_INFO = [
+    name for name in ModelInfo.__dataclass_fields__ if name not in {*_CAPABILITIES, "learning", "costs"}
+]
 _LEARNING = [*Learning.__dataclass_fields__]
 
 
@@ -181,7 +183,8 @@ def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
     fields = {name: getattr(info, name) for name in _MODEL_INFO}
     capabilities = [number for name, number in _CAPABILITIES.items() if getattr(info, name)]
     learning = common_pb2.Learning(**asdict(info.learning)) if info.learning else None
-    return common_pb2.ModelInfo(**fields, capabilities=capabilities, learning=learning)
+    costs = load_to_proto(info.costs) if info.costs else None
+    return common_pb2.ModelInfo(**fields, capabilities=capabilities, learning=learning, costs=costs)
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
@@ -189,6 +192,8 @@ def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     fields = {name: getattr(message, name) for name in _MODEL_INFO}
     fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
     fields |= {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids", "devices")}
+    if message.HasField("costs"):
+        fields["costs"] = load_from_proto(message.costs)
     if message.HasField("learning"):
         fields["learning"] = Learning(**{name: getattr(message.learning, name) for name in _LEARNING})
     return ModelInfo(**fields)
