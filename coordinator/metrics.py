@@ -195,7 +195,7 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
     Metric(
         MetricKind.COUNTER,
         "specwire_begun_rounds_total",
-        "Rounds that the verify service began by itself, with a prepared proposal (--verify-ahead).",
+        "Rounds that the verify service began by itself (--verify-ahead).",
         lambda now: now.totals.tally.num_begun,
     ),
     Metric(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -22,19 +22,42 @@ from specwire.rpc import statuses
 from specwire.rpc.connecting import CLIENT, explain
 from specwire.v1 import generation_pb2_grpc
 
+_LONGEST_CALL_S = 24 * 3600.0
+"""After that, what still runs over a connection that was left is cut off."""
+
 
 class Endpoint:
-    """One coordinator.
+    """An address, behind which one coordinator or several serve.
 
     Attributes:
         address: its `HOST:PORT`.
-        stub: of its GenerationService.
+        stub: of the GenerationService there.
+        was_reached: whether a connection to it was ever made.
     """
 
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+    was_reached = False
+
+    def __init__(self, address: str, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self.address = address
-        self._channel = channel
-        self.stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._open_channel = open_channel
+        self._left: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = self._open_channel(self.address)
+        self.stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    def leave(self, stub: Any) -> None:
+        """The coordinator that this stub is connected to shuts down: later calls go over another connection,
+        which a balancer leads to one that serves. Calls that run there go on."""
+        if stub is self.stub:
+            old = self._channel
+            self._left[old] = asyncio.create_task(self._close_after_calls(old))
+            self._connect()
+
+    async def _close_after_calls(self, channel: grpc.aio.Channel) -> None:
+        await channel.close(grace=_LONGEST_CALL_S)
+        del self._left[channel]
 
     def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
         """The error of a failed call; `NotServedError` where another address may serve it."""
@@ -62,7 +85,10 @@ class Endpoint:
         return ServiceUnavailableError(f"nothing serves at {self.address} ({why})")
 
     async def close(self) -> None:
-        """Close the channel and cancel its calls."""
+        """Close the channels and cancel their calls."""
+        for channel, task in [*self._left.items()]:
+            task.cancel()
+            await channel.close()
         await self._channel.close()
 
 
@@ -98,11 +124,13 @@ class Endpoints:
             left_s = ends_s - asyncio.get_running_loop().time()
             if refusals and left_s <= 0:
                 break
+            stub = self[index].stub
             try:
-                call = getattr(self[index].stub, method)
-                answer = await call(request, timeout=left_s, metadata=metadata)
+                answer = await getattr(stub, method)(request, timeout=left_s, metadata=metadata)
             except grpc.RpcError as error:
                 problem = self[index].problem(error)
+                if isinstance(problem, NotServedError) and problem.is_draining:
+                    self[index].leave(stub)
                 if not isinstance(problem, NotServedError):
                     raise problem from None
                 refusals.append(problem)

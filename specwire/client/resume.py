@@ -14,6 +14,7 @@ from specwire.errors import (
     InvalidRequestError,
     RequestCancelledError,
     ResourceExhaustedError,
+    ServiceDrainingError,
     ServiceUnavailableError,
     SpecwireError,
     StreamIdleError,
@@ -28,8 +29,9 @@ _LONGEST_PAUSE_FACTOR = 10
 class RetryPolicy:
     """What a client does when a coordinator is lost, or refuses a request.
 
-    A request that has not begun is sent to each address once, in order, and fails when none accepts it. One
-    that has begun is resumed, at another address or the same one.
+    A request that has not begun is sent to each address once, in order, and fails when none accepts it. Where
+    one of them shuts down, or was there before, another one may take its place behind the same address: the
+    search goes on as after a loss. One that has begun is resumed, at another address or the same one.
 
     Raises:
         InvalidRequestError: on construction, naming the field and the value.
@@ -39,7 +41,8 @@ class RetryPolicy:
     """Resume a generation whose coordinator is lost, or ended the stream because nothing was read; False
     raises `GenerationLostError` or `GenerationIdleError` at once."""
     patience_s: float = 10.0
-    """Longest search for a coordinator after a loss, in seconds; never beyond the generation's deadline."""
+    """Longest search for a coordinator that is lost, or shuts down, in seconds; never beyond the generation's
+    deadline."""
     max_resumes: int = 5
     """How often one generation may be resumed after a loss: one that crashes every coordinator must not reach
     all of them. An idle stream is no loss."""
@@ -73,6 +76,11 @@ class NotServedError(Exception):
         self.error = error
         self.may_recover = may_recover
         super().__init__(str(error))
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the coordinator shuts down: another one may be behind the same address soon."""
+        return isinstance(self.error, ServiceDrainingError)
 
 
 def may_serve_elsewhere(error: SpecwireError) -> bool:
@@ -144,7 +152,7 @@ class Search:
         refusal = self._refusals[index]
         if isinstance(refusal.error, ResourceExhaustedError):
             wait_s, until_s = (refusal.error.retry_after_ms or 0) / 1e3, self._full_until_s
-        elif refusal.may_recover:
+        elif refusal.may_recover or refusal.is_draining:
             wait_s, until_s = self._pause_s, self.until_s
         else:
             return None

@@ -38,8 +38,8 @@ class Part:
         timeout_s: float,
         metadata: Metadata | None,
     ) -> None:
-        self._endpoint = endpoint
-        self._call = endpoint.stub.Generate(timeout=timeout_s, metadata=metadata)
+        self._endpoint, self._stub = endpoint, endpoint.stub
+        self._call = self._stub.Generate(timeout=timeout_s, metadata=metadata)
         self._is_connected = self._has_answered = False
         self._num_in_hand = 0
         self._num_unacknowledged = 0
@@ -50,7 +50,7 @@ class Part:
     async def _begin(self, request: generation_pb2.GenerateRequest) -> None:
         with contextlib.suppress(grpc.RpcError):
             await self._call.wait_for_connection()
-            self._is_connected = True
+            self._is_connected = self._endpoint.was_reached = True
         await private.send(self._call, request)
 
     def has_begun(self, refusal: NotServedError) -> bool:
@@ -91,7 +91,10 @@ class Part:
         try:
             yield
         except grpc.RpcError as error:
-            raise self._endpoint.problem(error) from None
+            problem = self._endpoint.problem(error)
+            if isinstance(problem, NotServedError) and problem.is_draining:
+                self._endpoint.leave(self._stub)
+            raise problem from None
         except asyncio.CancelledError:
             # Either the caller's own task is cancelled, or the stream, by `cancel` or `close`.
             if not self._call.cancelled() or _task_is_cancelled():
@@ -245,14 +248,16 @@ class AsyncStream:
         Raises:
             GenerationLostError, GenerationIdleError: it ran, and may not be resumed.
         """
+        until_s = min(self._now_s + self._retry.patience_s, self._ends_s)
         if not self._part.has_begun(refusal):
-            return _Need.START, self._search(refusal, -math.inf)
+            was_there = refusal.may_recover and self._endpoints[self._index].was_reached
+            may_come = refusal.is_draining or was_there
+            return _Need.START, self._search(refusal, until_s if may_come else -math.inf)
         was_idle = isinstance(refusal.error, StreamIdleError)
         self._num_idle += was_idle
         may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
         if not (self._retry.resume and may_resume):
             raise self._progress.lost(refusal.error) from None
-        until_s = min(self._now_s + self._retry.patience_s, self._ends_s)
         return _Need.RESUME, self._search(refusal, until_s)
 
     def _search(self, refusal: NotServedError, until_s: float) -> Search:

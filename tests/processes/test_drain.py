@@ -22,10 +22,12 @@ from specwire import (
     ServiceUnavailableError,
 )
 from specwire.cli.process import Service, wait_ready
+from specwire.config.fields import split_address
 from specwire.config.services import VerifyConfig
 from specwire.rpc import server as rpc_server
 from specwire.rpc.draining import Drain
 from specwire.rpc.server import Server
+from specwire.testing.delay_proxy import DelayProxy, Link
 
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200
@@ -89,14 +91,14 @@ class Processes:
         wait_ready([self.verify, self.draft], START_S)
         self.coordinators = [self.start_coordinator(), self.start_coordinator()]
 
-    def _start(self, module: str, *flags: str) -> Service:
-        service = Service(module, [*flags, "--address", "127.0.0.1:0", "--grace-s", str(GRACE_S)])
+    def _start(self, module: str, *flags: str, address: str = "127.0.0.1:0") -> Service:
+        service = Service(module, [*flags, "--address", address, "--grace-s", str(GRACE_S)])
         self._started.append(service)
         return service
 
-    def start_coordinator(self) -> Service:
+    def start_coordinator(self, address: str = "127.0.0.1:0") -> Service:
         peers = ("--verify-address", self.verify.address, "--draft-address", self.draft.address)
-        service = self._start("coordinator", *peers, "--num-draft-tokens", "8")
+        service = self._start("coordinator", *peers, "--num-draft-tokens", "8", address=address)
         service.ready(START_S)
         return service
 
@@ -157,7 +159,8 @@ class TestSigterm:
     async def test_200_in_flight_and_none_fails(self, processes: Processes) -> None:
         ending, other = processes.coordinators
         addresses = [ending.address, other.address]
-        async with AsyncClient(addresses) as client, AsyncClient(ending.address) as alone:
+        at_once = RetryPolicy(patience_s=0.0)
+        async with AsyncClient(addresses) as client, AsyncClient(ending.address, retry=at_once) as alone:
             async with begun(client, NUM_STREAMS) as streams:
                 await ask_to_end(ending)
                 with pytest.raises(ServiceUnavailableError, match="shutting down"):
@@ -169,6 +172,41 @@ class TestSigterm:
         assert [each.usage.completion_tokens for each in done] == [NUM_TOKENS] * NUM_STREAMS
         assert len({each.token_ids for each in done}) == 1
         assert not any(each.num_resumes for each in done), "the coordinator itself finished them"
+
+    async def test_behind_one_address_another_serves(self, processes: Processes) -> None:
+        """A balancer of connections: a request that meets the drain goes over a new one, what runs stays."""
+        ending, other = processes.start_coordinator(), processes.start_coordinator()
+        balancer = DelayProxy(ending.address, Link())
+        async with balancer as address, AsyncClient(address) as client:
+            params = SamplingParams(max_tokens=4)
+            await client.generate(params=params, prompt_token_ids=PROMPT)
+            async with begun(client, 2) as streams:
+                await ask_to_end(ending)
+                balancer.to = split_address("to", other.address)
+                new = [client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(8)]
+                for done in await asyncio.gather(*new):
+                    assert (done.usage.completion_tokens, done.num_resumes) == (4, 0)
+                done_here = await finish(streams)
+            assert not any(each.num_resumes for each in done_here)
+            assert await asyncio.to_thread(ending.process.wait, END_S) == 0
+
+    async def test_one_that_takes_its_place_later_serves(self, processes: Processes) -> None:
+        """With one replica nothing serves for a while: the request waits, as one does that has begun."""
+        ending = processes.start_coordinator()
+        async with AsyncClient(ending.address) as client:
+            params = SamplingParams(max_tokens=4)
+            await client.generate(params=params, prompt_token_ids=PROMPT)
+            ending.terminate()
+            assert await asyncio.to_thread(ending.process.wait, END_S) == 0
+            waiting = asyncio.create_task(client.generate(params=params, prompt_token_ids=PROMPT))
+            await asyncio.to_thread(processes.start_coordinator, ending.address)
+            done = await waiting
+            assert (done.usage.completion_tokens, done.num_resumes) == (4, 0)
+        async with AsyncClient(processes.verify.address.rpartition(":")[0] + ":1") as stranger:
+            began_s = time.monotonic()
+            with pytest.raises(ServiceUnavailableError, match="nothing"):
+                await stranger.generate(params=params, prompt_token_ids=PROMPT)
+            assert time.monotonic() - began_s < 5.0, "an address where nothing ever served is not waited for"
 
     async def test_a_second_signal_cuts_off_what_runs(self, processes: Processes) -> None:
         ending = processes.start_coordinator()
