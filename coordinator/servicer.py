@@ -23,7 +23,7 @@ from coordinator.drafts.methods import TextDrafts
 from coordinator.drafts.own import OwnDrafter
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
-from coordinator.length.choice import SharedChoice
+from coordinator.length.choice import Compared, SharedChoice
 from coordinator.length.planners import (
     DEFAULT_TREE_NODES,
     AdaptiveLength,
@@ -44,6 +44,7 @@ from coordinator.totals import CallRecord, Totals
 from specwire.completion import Stage
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo
+from specwire.errors import InvalidRequestError
 from specwire.estimate import clock
 from specwire.rpc import listening
 from specwire.security.bearer import Principal
@@ -58,6 +59,8 @@ from specwire.v1 import generation_pb2, generation_pb2_grpc
 from specwire.wire import client as client_wire
 from specwire.wire import model as wire
 
+_MAX_ASKED, _MAX_STREAMS_ASKED = 64, 1 << 16
+"""Numbers of streams that a status says the choice for, and how large each may be."""
 _PAUSE_AFTER_S = 1.0
 """A generation that has waited so long for its client gives up its slot."""
 
@@ -104,6 +107,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
         )
+        self._drafts_in_target = drafts.choose(None).uses_own
         self._parser = RequestParser(
             config,
             verify.info,
@@ -128,7 +132,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """What the streams of this process learn together, or follow: those that draft by default."""
         if self._config.selects_kseq:
             return self._kseq_choice
-        return self._own_choice if self._config.own_source else self._choice
+        return self._own_choice if self._drafts_in_target else self._choice
 
     def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
         """For Prometheus."""
@@ -446,6 +450,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any
     ) -> generation_pb2.GetStatusResponse:
+        asked = request.if_num_streams
+        if len(asked) > _MAX_ASKED or not all(0 < num <= _MAX_STREAMS_ASKED for num in asked):
+            problem = f"must be at most {_MAX_ASKED} numbers in [1, {_MAX_STREAMS_ASKED}]"
+            raise InvalidRequestError("if_num_streams", [*asked], problem)
         return generation_pb2.GetStatusResponse(
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
@@ -459,16 +467,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             by_source=[
                 generation_pb2.SourceTotals(**asdict(each)) for each in self.totals.tally.by_source.values()
             ],
-            ways=[
-                generation_pb2.WayStatus(
-                    name=str(way),
-                    is_chosen=is_chosen,
-                    expected_tokens_per_s=expected_rate,
-                    measured_tokens_per_s=measured_rate,
-                )
-                for way, is_chosen, expected_rate, measured_rate in self.choice.compared()
-            ],
+            ways=map(_way_status, self.choice.compared()),
             num_workers=self._config.workers,
+            choices=[
+                generation_pb2.ChoiceStatus(
+                    num_streams=num, ways=map(_way_status, self.choice.at(num).expected())
+                )
+                for num in asked
+            ],
         )
 
 
@@ -554,6 +560,16 @@ def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:
         num_streams=replica.num_streams,
         num_other_streams=replica.num_other_streams,
         num_lost=replica.num_lost,
+    )
+
+
+def _way_status(compared: Compared) -> generation_pb2.WayStatus:
+    way, is_chosen, expected_rate, measured_rate = compared
+    return generation_pb2.WayStatus(
+        name=str(way),
+        is_chosen=is_chosen,
+        expected_tokens_per_s=expected_rate,
+        measured_tokens_per_s=measured_rate,
     )
 
 

@@ -12,6 +12,7 @@ A way holds for all streams, since what one of them does slows the others. Pure:
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -383,6 +384,19 @@ class SharedChoice:
         """Whether waiting for proposals costs more than what preparing for many of them takes."""
         way = self.chosen
         return way.prepares and self.are_known and self.costs.proposal_share(way) > _SLOW_SHARE
+
+    def at(self, num_streams: int) -> SharedChoice:
+        """The same with so many streams that run in one batch: for what it would choose."""
+        other = copy.copy(self)
+        other._num_running, other.costs = lambda: num_streams, copy.copy(self.costs)
+        other.costs.num_sequences = float(num_streams)
+        other._slowness, other._prospects = {}, {}
+        return other
+
+    def expected(self) -> list[Compared]:
+        """As `compared`; the first is the one that would be chosen."""
+        found = sorted(self.compared(), key=lambda each: -each.expected_rate)
+        return [each._replace(is_chosen=not place) for place, each in enumerate(found)]
 
     def compared(self) -> list[Compared]:
         """All ways that streams choose among whose length is open; none before costs are known."""

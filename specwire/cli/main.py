@@ -28,7 +28,7 @@ from specwire.config.parser import Parser
 from specwire.config.sampling_flags import add_sampling_flags
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.serve import ServeConfig
-from specwire.config.stack import DemoConfig, UpConfig
+from specwire.config.stack import DemoConfig, TuneConfig, UpConfig
 from specwire.engine import threads
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError, UnauthenticatedError
 from specwire.telemetry import logs, stacks
@@ -82,6 +82,7 @@ examples:
   specwire train-heads --text FILE --out DIR            make heads with which a target drafts for itself
   specwire search-layers --text FILE                    find layers without which a target drafts for itself
   specwire drafts                                       what drafts there are, and what they have brought
+  specwire tune --text FILE                             how a pair would be drafted here, and why
   specwire status                                       what a server does, and whether texts can be repeated
 
 Every flag that names a variable can be set through it; the flag wins. Services, serve, up, demo and http read
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train_heads(commands)
     _add_search_layers(commands)
     _add_drafts(commands)
+    _add_tune(commands)
     _add_status(commands)
     timeline.add_command(commands).set_defaults(run=_timeline)
     for name in _SERVICES:
@@ -205,6 +207,13 @@ def _add_search_layers(commands: Any) -> None:
 def _add_drafts(commands: Any) -> None:
     about = "list the kinds of drafts, what they need, and what they have brought on a running coordinator"
     _add_command(commands, "drafts", about, ClientConfig).set_defaults(run=_drafts)
+
+
+def _add_tune(commands: Any) -> None:
+    about = "measure a pair on a text, and say how it would be drafted with how many streams"
+    tune = _add_command(commands, "tune", about, TuneConfig)
+    add_sampling_flags(tune, omit=("rule", "num_draft_tokens", "max_depth", "draft", "seed"), max_tokens=64)
+    tune.set_defaults(run=_tune)
 
 
 def _add_status(commands: Any) -> None:
@@ -311,6 +320,15 @@ def _drafts(args: argparse.Namespace) -> int:
 
     print(drafts.show(read_config(ClientConfig, args, os.environ), colour=sys.stdout.isatty()))
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from specwire.cli import tune
+
+    _end_on_signals()
+    settings = read_config(TuneConfig, args, os.environ)
+    extras.require("specwire tune", "serve")
+    return tune.run(settings, _sampling_params(args))
 
 
 def _status(args: argparse.Namespace) -> int:

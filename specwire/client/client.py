@@ -263,9 +263,15 @@ class AsyncClient:
         target, _ = await self.get_model_info(timeout_s=timeout_s, token=token)
         return await fetch(target, page)
 
-    async def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
-        """The coordinator's current status."""
-        request = generation_pb2.GetStatusRequest()
+    async def get_status(
+        self, *, if_num_streams: Sequence[int] = (), timeout_s: float = 10.0
+    ) -> generation_pb2.GetStatusResponse:
+        """The coordinator's current status.
+
+        Args:
+            if_num_streams: numbers of streams to say for how it would draft.
+        """
+        request = generation_pb2.GetStatusRequest(if_num_streams=if_num_streams)
         status: generation_pb2.GetStatusResponse = await self._endpoints.unary(
             "GetStatus", request, arguments.timeout(timeout_s)
         )
@@ -395,9 +401,11 @@ class Client:
         """The files of the target's tokenizer; as `AsyncClient.get_tokenizer`."""
         return self._run(self._client.get_tokenizer(timeout_s=timeout_s, token=token))
 
-    def get_status(self, *, timeout_s: float = 10.0) -> generation_pb2.GetStatusResponse:
-        """The coordinator's current status."""
-        return self._run(self._client.get_status(timeout_s=timeout_s))
+    def get_status(
+        self, *, if_num_streams: Sequence[int] = (), timeout_s: float = 10.0
+    ) -> generation_pb2.GetStatusResponse:
+        """See `AsyncClient.get_status`."""
+        return self._run(self._client.get_status(if_num_streams=if_num_streams, timeout_s=timeout_s))
 
     async def _end(self) -> None:
         """Close the channel, and let other threads' calls end before the loop stops."""

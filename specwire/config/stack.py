@@ -373,3 +373,27 @@ class DemoConfig(LiveConfig):
     num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
     least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
     rule: str = option(Rule.GUMBEL.value, RULE_HELP, check=one_of(*RULES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig(StackConfig):
+    """`specwire tune`: what is measured, and for how many streams."""
+
+    address: str = option("127.0.0.1:0", "HOST:PORT the coordinator listens on", check=split_address)
+    log_level: str = log_level_option("warning")
+    text: str = option("", "UTF-8 file of prompts, in windows; empty takes built-in beginnings of programs")
+    streams: str = option("1,4,16,64,256", "numbers of streams to say the choice for, by commas")
+    measured_streams: int = option(16, "most streams that are measured; 0 measures none", check=at_least(0))
+    turns: int = option(6, "requests of each stream and kind that are measured", check=at_least(2))
+    picture: str = option("", "PNG or SVG file with what is expected of each way to draft")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        words = self.streams.split(",")
+        is_valid = all(word.strip().isdigit() and 0 < int(word) <= 1 << 16 for word in words)
+        check(is_valid, "streams", self.streams, "must be numbers in [1, 65536], by commas")
+
+    @property
+    def num_streams(self) -> list[int]:
+        """In increasing order."""
+        return sorted({int(word) for word in self.streams.split(",")})

@@ -366,11 +366,13 @@ class GetTokenizerResponse(_message.Message):
     def __init__(self, page: _Optional[bytes] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("if_num_streams",)
+    IF_NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    if_num_streams: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, if_num_streams: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain", "ways", "num_workers")
+    __slots__ = ("num_running", "num_finished", "draft_unavailable", "uptime_ms", "num_waiting", "verify_replicas", "draft_replicas", "num_paused", "by_source", "why_plain", "ways", "num_workers", "choices")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +385,7 @@ class GetStatusResponse(_message.Message):
     WHY_PLAIN_FIELD_NUMBER: _ClassVar[int]
     WAYS_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_finished: int
     draft_unavailable: str
@@ -395,7 +398,16 @@ class GetStatusResponse(_message.Message):
     why_plain: str
     ways: _containers.RepeatedCompositeFieldContainer[WayStatus]
     num_workers: int
-    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ..., num_workers: _Optional[int] = ...) -> None: ...
+    choices: _containers.RepeatedCompositeFieldContainer[ChoiceStatus]
+    def __init__(self, num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., draft_unavailable: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., num_waiting: _Optional[int] = ..., verify_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., draft_replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_paused: _Optional[int] = ..., by_source: _Optional[_Iterable[_Union[SourceTotals, _Mapping]]] = ..., why_plain: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ..., num_workers: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceStatus, _Mapping]]] = ...) -> None: ...
+
+class ChoiceStatus(_message.Message):
+    __slots__ = ("num_streams", "ways")
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    WAYS_FIELD_NUMBER: _ClassVar[int]
+    num_streams: int
+    ways: _containers.RepeatedCompositeFieldContainer[WayStatus]
+    def __init__(self, num_streams: _Optional[int] = ..., ways: _Optional[_Iterable[_Union[WayStatus, _Mapping]]] = ...) -> None: ...
 
 class WayStatus(_message.Message):
     __slots__ = ("name", "is_chosen", "expected_tokens_per_s", "measured_tokens_per_s")

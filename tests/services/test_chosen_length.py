@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.length.choice import Among, SharedChoice
 from coordinator.length.ways import Way
-from specwire import Rule, SamplingParams
+from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
 from tests.support.harness import local_stack
@@ -43,6 +43,26 @@ def test_the_running_system_finds_a_good_number() -> None:
     best, chosen, plain = np.array(runs).T
     assert np.median(chosen / best) > 0.8
     assert np.median(chosen / plain) > 1.5
+
+
+def test_the_choice_with_other_numbers_of_streams() -> None:
+    """A pass with 64 streams is shared by 64 times as many draft tokens, which cost here."""
+    draft = "emulated:step_ms=0.1,alpha=0.8"
+    with local_stack("emulated:step_ms=2,token_us=500", draft, coordinator_options=CHOSEN) as stack:
+        params = SamplingParams(max_tokens=100, rule=Rule.GUMBEL)
+        for _ in range(3):
+            stack.client.generate(params=params, prompt_token_ids=[1])
+        few, many = stack.client.get_status(if_num_streams=[1, 64]).choices
+        assert (few.num_streams, many.num_streams) == (1, 64)
+        for choice in (few, many):
+            rates = [way.expected_tokens_per_s for way in choice.ways]
+            assert rates == sorted(rates, reverse=True)
+            assert [way.is_chosen for way in choice.ways].index(True) == 0
+        assert few.ways[0].expected_tokens_per_s > 8 * many.ways[0].expected_tokens_per_s
+        assert not stack.client.get_status().choices
+        for asked in ([0], [1] * 65, [1 << 20]):
+            with pytest.raises(InvalidRequestError, match=r"if_num_streams=.*: must be at most 64 numbers"):
+                stack.client.get_status(if_num_streams=asked)
 
 
 def test_no_round_is_drawn_twice_where_the_length_follows_from_what_was_learned() -> None:
