@@ -2,8 +2,8 @@
 
 One stream, in turns with plain decoding of the same prompts by the same services, and of the same text where
 a seed fixes it. Own passes of the embedded target, and passes of 60 ms, as of a larger one. What has to be
-trained is taken from `--models`, where the benchmarks of the methods write it: `heads`, `inner`, `other`,
-`learnt`, `t5`, `mtp` and `dflash`; what is not there is left out, and named.
+trained is taken from `--models` (`heads`, `inner`, `other`, `learnt`, `mtp`, `dflash`), and made there first
+with `--train`; what is not there is left out, and named.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from benchmarks import seq2seq, trees
-from benchmarks.bars import Bar, Report, machine
+from benchmarks.drafts import MAKERS
+from benchmarks.prompts import python_windows
+from benchmarks.report import RESULTS, Bar, Report, machine, say, table
 from specwire import Client, Completion, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
@@ -48,13 +50,11 @@ class Method:
     Attributes:
         needs: name in the folder of models; empty if the package has it.
         kinds: of requests.
-        prompts: makes token ids of so many prompts.
     """
 
     config: UpConfig = STACK
     needs: str = ""
     kinds: Mapping[str, SamplingParams] = field(default_factory=lambda: GREEDY | COUPLED)
-    prompts: Callable[[int], list[list[int]]] = trees.cut_prompts
 
 
 def methods(models: Path) -> dict[str, Method]:
@@ -67,7 +67,6 @@ def methods(models: Path) -> dict[str, Method]:
     def method(**keys: Any) -> UpConfig:
         return replace(STACK, speculative_config=json.dumps({"method": "draft_model"} | keys))
 
-    t5 = replace(STACK, target=str(models / "t5/target"), draft=str(models / "t5/draft"))
     mtp = replace(STACK, target=str(models / "mtp"), draft="mtp")
     other = method(use_heterogeneous_vocab=True).speculative_config
     return {
@@ -79,16 +78,10 @@ def methods(models: Path) -> dict[str, Method]:
         "draft that learns": Method(**drafting("learnt", draft_learn=True), kinds=GREEDY | SAMPLED),
         "k-SEQ, 4 chains": Method(config=method(selection="kseq", num_chains=4), kinds=SAMPLED),
         "another vocabulary": Method(**drafting("other", speculative_config=other), kinds=GREEDY | SAMPLED),
-        "encoder-decoder": Method(needs="t5", config=t5, kinds=GREEDY | SAMPLED, prompts=_inputs),
         "ngram>draft": Method(config=replace(STACK, draft=f"ngram>{embedded.DRAFT_DIR}")),
         "model>draft": Method(**drafting("inner", f"{{}}>{embedded.DRAFT_DIR}")),
         "beam search, 4 beams": Method(kinds={"greedy": replace(GREEDY["greedy"], num_beams=4)}),
     }
-
-
-def _inputs(count: int) -> list[list[int]]:
-    by_task = seq2seq.held_out(count)
-    return [prompt for of_tasks in zip(*by_task.values(), strict=True) for prompt in of_tasks][:count]
 
 
 class Found(NamedTuple):
@@ -129,7 +122,7 @@ PACED = Plan(num_runs=4, num_tokens=64, num_settling=160)
 
 def measure(method: Method, plan: Plan, least_pass_ms: float) -> Iterator[tuple[str, Found]]:
     """All kinds of requests, with services of their own."""
-    prompts = method.prompts(plan.num_runs)
+    prompts = python_windows(plan.num_runs)
     config = replace(method.config, least_pass_ms=least_pass_ms)
     with Stack(config) as stack, Client(stack.address) as client:
         for kind, params in method.kinds.items():
@@ -205,25 +198,33 @@ _ONE = ["accepted of drafted", "tokens a pass", "tokens/s", "× plain", "× defa
 HEAD = ["", "", *_ONE, *(f"{each}, 60 ms" for each in _ONE)]
 
 
-def main() -> None:
+def main() -> int:
     """Measure what is asked for; the report has the latest of all that were measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
     parser.add_argument("names", nargs="*", help="of methods; all by default")
     parser.add_argument("--models", type=Path, required=True, help="folder of what was trained")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--train", type=float, metavar="SECONDS", help="train each model that is missing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args()
     facts = machine()
     known = methods(args.models)
+    names = args.names or list(known)
+    if args.train:
+        args.models.mkdir(parents=True, exist_ok=True)
+        for needs in filter(None, (known[name].needs for name in names)):
+            if not (args.models / needs).exists():
+                say(f"{needs}: training")
+                MAKERS[needs](args.models / needs, args.train)
     missing = [name for name, each in known.items() if not (args.models / each.needs).exists()]
     rows = _earlier(args.out, known)
-    for name in args.names or known:
+    for name in names:
         if name in missing:
             continue
         own, paced = (dict(measure(known[name], *plan)) for plan in ((OWN, 0.0), (PACED, PASS_MS)))
         for kind in own:
             rows[name, kind] = Row(name, kind, own[kind], paced[kind])
             print(*rows[name, kind], flush=True)
-    print(_report(list(rows.values()), missing, facts).write(args.out))
+    return _report(list(rows.values()), missing, facts).finish(args.out)
 
 
 def _report(rows: Sequence[Row], missing: Sequence[str], facts: Mapping[str, str]) -> Report:
@@ -240,7 +241,7 @@ def _report(rows: Sequence[Row], missing: Sequence[str], facts: Mapping[str, str
         machine=facts,
         about=about,
         bars=[bar for row in rows for bar in row.bars],
-        details=trees.table(HEAD, [row.cells(default) for row in rows]),
+        details=table(HEAD, [row.cells(default) for row in rows]),
         data={"rows": [[row.method, row.kind, row.own._asdict(), row.paced._asdict()] for row in rows]},
     )
 
@@ -256,4 +257,4 @@ def _earlier(out: Path, known: Mapping[str, Method]) -> dict[tuple[str, str], Ro
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
