@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,6 +113,8 @@ def learnt(out: Path, seconds: float) -> None:
         )
         with Stack(config, {"SPECWIRE_LEARN_OUT": str(out)}) as stack:
             asyncio.run(_serve(stack.address, seconds / 2))
+        if not out.exists():  # nothing was learnt in this time
+            shutil.copytree(prose, out)
 
 
 async def _serve(address: str, seconds: float) -> None:

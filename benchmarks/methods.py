@@ -43,45 +43,59 @@ SKIPPED = "m1,a2,m2,a3,m3,a4,m4"
 """The blocks that `specwire search-layers` finds (benchmarks/results/layers.md)."""
 
 
+MODEL = "MODEL"
+"""In a setting: the directory of what the method needs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to draft.
 
     Attributes:
         needs: name in the folder of models; empty if the package has it.
+        settings: of the stack, beside `STACK`.
         kinds: of requests.
     """
 
-    config: UpConfig = STACK
     needs: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     kinds: Mapping[str, SamplingParams] = field(default_factory=lambda: GREEDY | COUPLED)
 
+    def config(self, models: Path, least_pass_ms: float) -> UpConfig:
+        """Of its stack; what it needs is there."""
+        directory = str(models / self.needs)
+        settings: dict[str, Any] = {
+            name: value.replace(MODEL, directory) if isinstance(value, str) else value
+            for name, value in self.settings.items()
+        }
+        return replace(STACK, least_pass_ms=least_pass_ms, **settings)
 
-def methods(models: Path) -> dict[str, Method]:
-    """All, by name."""
 
-    def drafting(needs: str, form: str = "{}", **settings: Any) -> dict[str, Any]:
-        config = replace(STACK, draft=form.format(models / needs), **settings)
-        return {"needs": needs, "config": config}
+def _speculative(**keys: Any) -> str:
+    return json.dumps({"method": "draft_model"} | keys)
 
-    def method(**keys: Any) -> UpConfig:
-        return replace(STACK, speculative_config=json.dumps({"method": "draft_model"} | keys))
 
-    mtp = replace(STACK, target=str(models / "mtp"), draft="mtp")
-    other = method(use_heterogeneous_vocab=True).speculative_config
-    return {
-        DEFAULT: Method(kinds=GREEDY | SAMPLED | COUPLED),
-        "heads": Method(**drafting("heads", "heads:{}")),
-        "MTP": Method(needs="mtp", config=mtp),
-        "block drafter": Method(**drafting("dflash", "dflash:{}")),
-        "layers left out": Method(config=replace(STACK, draft=f"layers:{SKIPPED}")),
-        "draft that learns": Method(**drafting("learnt", draft_learn=True), kinds=GREEDY | SAMPLED),
-        "k-SEQ, 4 chains": Method(config=method(selection="kseq", num_chains=4), kinds=SAMPLED),
-        "another vocabulary": Method(**drafting("other", speculative_config=other), kinds=GREEDY | SAMPLED),
-        "ngram>draft": Method(config=replace(STACK, draft=f"ngram>{embedded.DRAFT_DIR}")),
-        "model>draft": Method(**drafting("inner", f"{{}}>{embedded.DRAFT_DIR}")),
-        "beam search, 4 beams": Method(kinds={"greedy": replace(GREEDY["greedy"], num_beams=4)}),
-    }
+METHODS = {
+    DEFAULT: Method(kinds=GREEDY | SAMPLED | COUPLED),
+    "heads": Method(needs="heads", settings={"draft": f"heads:{MODEL}"}),
+    "MTP": Method(needs="mtp", settings={"target": MODEL, "draft": "mtp"}),
+    "block drafter": Method(needs="dflash", settings={"draft": f"dflash:{MODEL}"}),
+    "layers left out": Method(settings={"draft": f"layers:{SKIPPED}"}),
+    "draft that learns": Method(
+        needs="learnt", settings={"draft": MODEL, "draft_learn": True}, kinds=GREEDY | SAMPLED
+    ),
+    "k-SEQ, 4 chains": Method(
+        settings={"speculative_config": _speculative(selection="kseq", num_chains=4)}, kinds=SAMPLED
+    ),
+    "another vocabulary": Method(
+        needs="other",
+        settings={"draft": MODEL, "speculative_config": _speculative(use_heterogeneous_vocab=True)},
+        kinds=GREEDY | SAMPLED,
+    ),
+    "ngram>draft": Method(settings={"draft": f"ngram>{embedded.DRAFT_DIR}"}),
+    "model>draft": Method(needs="inner", settings={"draft": f"{MODEL}>{embedded.DRAFT_DIR}"}),
+    "beam search, 4 beams": Method(kinds={"greedy": replace(GREEDY["greedy"], num_beams=4)}),
+}
 
 
 class Found(NamedTuple):
@@ -120,10 +134,9 @@ OWN = Plan(num_runs=24, num_tokens=48, num_settling=600)
 PACED = Plan(num_runs=4, num_tokens=64, num_settling=160)
 
 
-def measure(method: Method, plan: Plan, least_pass_ms: float) -> Iterator[tuple[str, Found]]:
+def measure(method: Method, config: UpConfig, plan: Plan) -> Iterator[tuple[str, Found]]:
     """All kinds of requests, with services of their own."""
     prompts = python_windows(plan.num_runs)
-    config = replace(method.config, least_pass_ms=least_pass_ms)
     with Stack(config) as stack, Client(stack.address) as client:
         for kind, params in method.kinds.items():
             settling = replace(params, max_tokens=plan.num_tokens)
@@ -207,20 +220,23 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args()
     facts = machine()
-    known = methods(args.models)
-    names = args.names or list(known)
+    names = args.names or list(METHODS)
     if args.train:
         args.models.mkdir(parents=True, exist_ok=True)
-        for needs in filter(None, (known[name].needs for name in names)):
+        for needs in filter(None, (METHODS[name].needs for name in names)):
             if not (args.models / needs).exists():
                 say(f"{needs}: training")
                 MAKERS[needs](args.models / needs, args.train)
-    missing = [name for name, each in known.items() if not (args.models / each.needs).exists()]
-    rows = _earlier(args.out, known)
+    missing = [name for name, each in METHODS.items() if not (args.models / each.needs).exists()]
+    rows = _earlier(args.out)
     for name in names:
         if name in missing:
             continue
-        own, paced = (dict(measure(known[name], *plan)) for plan in ((OWN, 0.0), (PACED, PASS_MS)))
+        method = METHODS[name]
+        own, paced = (
+            dict(measure(method, method.config(args.models, pass_ms), plan))
+            for plan, pass_ms in ((OWN, 0.0), (PACED, PASS_MS))
+        )
         for kind in own:
             rows[name, kind] = Row(name, kind, own[kind], paced[kind])
             print(*rows[name, kind], flush=True)
@@ -246,14 +262,12 @@ def _report(rows: Sequence[Row], missing: Sequence[str], facts: Mapping[str, str
     )
 
 
-def _earlier(out: Path, known: Mapping[str, Method]) -> dict[tuple[str, str], Row]:
+def _earlier(out: Path) -> dict[tuple[str, str], Row]:
     """Rows of the report that is there, in the order of the methods."""
     path = out / "methods.json"
     read = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [Row(name, kind, Found(**own), Found(**paced)) for name, kind, own, paced in read]
-    order = list(known)
-    kept = sorted((row for row in rows if row.method in known), key=lambda row: order.index(row.method))
-    return {(row.method, row.kind): row for row in kept}
+    found = {(name, kind): Row(name, kind, Found(**own), Found(**paced)) for name, kind, own, paced in read}
+    return {key: found[key] for name in METHODS for key in found if key[0] == name}
 
 
 if __name__ == "__main__":
