@@ -1,4 +1,4 @@
-"""`python -m benchmarks.stalled`: what one reader that stalls costs the others.
+"""What one reader that stalls costs the others.
 
 Emulated devices in processes of their own; this process holds the clients. A number of readers read without
 end. Beside them, in every other phase, is one more that reads a single chunk and then nothing. The number
@@ -8,13 +8,12 @@ their order alternates, so that whatever else the machine does meets both kinds 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from benchmarks.report import Summary, ratios, summarise
 from specwire import AsyncClient, SamplingParams
@@ -77,13 +76,17 @@ class Readers:
         Raises:
             SpecwireError: a reader's stream failed.
         """
+        await self._pass(settle_s)
         gaps_ms: list[float] = []
-        for seconds, self._gaps_ms in ((settle_s, None), (phase_s, gaps_ms)):
-            done, _ = await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+        self._gaps_ms = gaps_ms
+        await self._pass(phase_s)
         self._gaps_ms = None
         return gaps_ms
+
+    async def _pass(self, seconds: float) -> None:
+        done, _ = await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
     async def _read(self, client: AsyncClient, seed: int) -> None:
         params = SamplingParams(max_tokens=_ENDLESS, seed=seed)
@@ -143,20 +146,3 @@ def measure(plan: Plan) -> Gaps:
     )
     with Stack(config) as stack:
         return asyncio.run(compare(stack.address, plan))
-
-
-def main() -> None:
-    """Print the 99th percentiles and their ratio: medians over phases, least and greatest."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stalled", description=__doc__)
-    for entry in fields(Plan):
-        parser.add_argument(f"--{entry.name}", type=type(entry.default), default=entry.default)
-    plan = Plan(**vars(parser.parse_args()))
-    found = measure(plan)
-    print(f"p99 gap between chunks of {plan.readers} readers, in ms ({plan.pairs} pairs of phases)")
-    print(f"  alone                    {summarise(list(map(p99, found.alone))).text(1)}")
-    print(f"  beside a stalled reader  {summarise(list(map(p99, found.beside_stalled))).text(1)}")
-    print(f"  ratio                    {found.ratio.text(3)}")
-
-
-if __name__ == "__main__":
-    main()
