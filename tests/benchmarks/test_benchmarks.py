@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import curve, names, prompts, report, single, systems, volume, widen
+from benchmarks import curve, names, prompts, report, single, volume, widen
 from benchmarks.__main__ import Target, compare, measure_curve
 from benchmarks.batching import BatchOrder
 from benchmarks.curve import Curve
@@ -24,7 +24,6 @@ from benchmarks.report import Bar
 from benchmarks.single import Comparison, Plan, Series
 from benchmarks.systems import Burst, Sample, Work
 from specwire import embedded
-from specwire.completion import Timing
 from tests.support import tiny_models
 
 SHAPE = widen.Shape(hidden_size=96, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=112)
@@ -104,16 +103,6 @@ def test_ratios_are_taken_within_a_repetition() -> None:
     summary = report.summarise([1.65, 1.5, 1.5])
     assert (summary.median, summary.low, summary.high) == (1.5, 1.5, 1.65)
     assert summary.text(2) == "1.50 (1.50 to 1.65)"
-
-
-def test_ratios_need_as_many_of_both() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        report.ratios([1.0, 2.0], [1.0])
-
-
-def test_own_time_is_that_of_the_coordinator_alone() -> None:
-    timing = Timing(total_ms=100, draft_ms=20, verify_ms=50, rule_ms=4, emit_ms=1, coordinator_ms=5)
-    assert systems.own_ms(timing) == 10
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -237,13 +226,6 @@ def _streams_plan(**changes: Any) -> curve.Plan:
     )
 
 
-def test_few_streams_run_in_several_bursts() -> None:
-    plan = curve.Plan(num_streams=(1, 2, 4, 8), least_requests=4)
-    assert [plan.num_bursts(n) for n in plan.num_streams] == [4, 2, 1, 1]
-    assert plan.num_windows == 8
-    assert curve.Plan(num_streams=(1, 3), least_requests=4).num_windows == 6
-
-
 def test_bursts_are_interleaved_and_no_cache_meets_a_prompt_again() -> None:
     log: list[tuple[str, list[list[int]]]] = []
     both = [_ScriptedStreams("a", log), _ScriptedStreams("b", log, own_prompts=True)]
@@ -272,10 +254,6 @@ def test_a_system_that_learns_has_the_load_for_a_while_first() -> None:
     assert len(log) == len(settling) + 6
     sent = [tuple(prompt) for name, burst in log if name == "a" for prompt in burst]
     assert len(set(sent)) == len(sent)
-
-
-def test_time_per_output_token_leaves_out_the_first() -> None:
-    assert systems.tpot_ms(first_s=0.1, end_s=0.5, num_tokens=5) == pytest.approx(100)
 
 
 def test_speculation_must_not_change_a_text_in_float32() -> None:
