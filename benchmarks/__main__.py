@@ -15,25 +15,25 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import curve, curve_report, curve_systems, measure, report, volume, widen, windows
+from benchmarks import curve, single, widen
 from benchmarks.curve import Curve
-from benchmarks.curve_systems import AssistedOneByOne, ContinuousBatching, SpecwireStreams
 from benchmarks.echo import EchoPair
-from benchmarks.measure import Comparison, Plan
+from benchmarks.names import NO_SPECULATION, SPECWIRE
 from benchmarks.peers import Peer
-from benchmarks.prompts import PROMPTS
+from benchmarks.prompts import PROMPTS, own_tokenizer, python_windows
+from benchmarks.report import RESULTS, machine, say
+from benchmarks.single import Comparison, Plan
 from benchmarks.systems import (
-    ASSISTED,
-    ASSISTED_CONSTANT,
     CONSTANT_TOKENS,
-    NO_SPECULATION,
-    PLAIN,
-    SPECWIRE,
+    AssistedOneByOne,
+    ContinuousBatching,
+    SpecwireStreams,
     SpecwireSystem,
     System,
-    TransformersSystem,
+    connect,
+    transformers_systems,
 )
-from specwire import Client, embedded, tokenizer
+from specwire import Client, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
 from specwire.core import ModelInfo
@@ -61,67 +61,49 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few prompts, repetitions, tokens and streams")
     parser.add_argument("--only", choices=("single", "curve"), help="one stream, or many, instead of both")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args(argv)
-    facts = report.machine()
+    facts = machine()
     targets = _targets(args.quick)
     if args.only != "curve":
-        print(_single(facts, targets, args.out))
+        with EchoPair() as echo:
+            comparisons = [comparison for target in targets for comparison in compare(target, echo)]
+        print(single.report(facts, comparisons).write(args.out))
     if args.only != "single":
-        print(curve_report.write(facts, [measure_curve(target) for target in targets], args.out))
+        curves = [measure_curve(target) for target in targets]
+        print(curve.report(facts, curves).write(args.out))
     return 0
-
-
-def _single(facts: dict[str, str], targets: Sequence[Target], out: Path) -> str:
-    with EchoPair() as echo:
-        comparisons = [comparison for target in targets for comparison in compare(target, echo)]
-    _say("bytes a round")
-    results = report.Results(
-        machine=facts,
-        assisted_tokens=CONSTANT_TOKENS,
-        comparisons=comparisons,
-        volumes=volume.measure(_config(targets[0]), targets[0].plan),
-        synthetic_bytes=volume.synthetic(),
-    )
-    return report.write(results, out)
 
 
 def compare(target: Target, echo: EchoPair) -> list[Comparison]:
     """All systems on one target; their processes live only as long."""
-    _say(f"{target.name}: starting")
+    say(f"{target.name}: starting")
     with (
         _peer(target) as peer,
         Stack(_config(target)) as stack,
         Client(stack.address) as client,
     ):
-        systems = _systems(peer, client)
-        measure.warm_up(systems, target.plan, TEMPERATURES)
+        systems: list[System] = [
+            *transformers_systems(peer),
+            SpecwireSystem(NO_SPECULATION, client, 0),
+            SpecwireSystem(SPECWIRE, client, None),
+        ]
+        single.warm_up(systems, target.plan, TEMPERATURES)
         name = _title(target, client.get_model_info()[0])
         return [
-            measure.compare(name, temperature, systems, target.plan, echo, _say)
-            for temperature in TEMPERATURES
+            single.compare(name, temperature, systems, target.plan, echo, say) for temperature in TEMPERATURES
         ]
-
-
-def _systems(peer: Peer, client: Client) -> list[System]:
-    return [
-        TransformersSystem(PLAIN, peer, assisted=False),
-        TransformersSystem(ASSISTED, peer, assisted=True),
-        TransformersSystem(ASSISTED_CONSTANT, peer, assisted=True, num_assistant_tokens=CONSTANT_TOKENS),
-        SpecwireSystem(NO_SPECULATION, client, 0),
-        SpecwireSystem(SPECWIRE, client, None),
-    ]
 
 
 def measure_curve(target: Target) -> Curve:
     """All systems on one target, with every number of streams; their processes live only as long."""
-    _say(f"{target.name}, many streams: starting")
+    say(f"{target.name}, many streams: starting")
     plan = target.streams_plan
-    prompts = windows.cut(_tokenizer(), plan.num_windows)
+    prompts = python_windows(plan.num_windows)
     with (
         _peer(target) as peer,
         Stack(_config(target)) as stack,
-        curve_systems.connect(stack.address) as connection,
+        connect(stack.address) as connection,
     ):
         ours = [
             SpecwireStreams(SPECWIRE, connection, None, own_prompts=False),
@@ -139,18 +121,20 @@ def measure_curve(target: Target) -> Curve:
             assisted_setting=assisted.setting,
             num_compared=max(plan.num_streams),
             identical=identical,
-            series=curve.measure([*ours, assisted, batching], plan, prompts, _say),
+            series=curve.measure([*ours, assisted, batching], plan, prompts, say),
         )
 
 
 def _assisted(peer: Peer, plan: curve.Plan, prompts: Sequence[Sequence[int]]) -> AssistedOneByOne:
-    """transformers' better setting for this target."""
+    """transformers' better setting for this target, after a warm-up of both."""
     constant, most = CONSTANT_TOKENS, plan.least_requests
     candidates = [
         AssistedOneByOne("its defaults (20 guesses, cut at a confidence of 0.4)", peer, most),
         AssistedOneByOne(f"a constant {constant} guesses", peer, most, num_assistant_tokens=constant),
     ]
-    return curve_systems.faster(candidates, prompts, plan.num_tokens)
+    for candidate in candidates:
+        candidate.run(prompts[:1], plan.num_tokens)
+    return min(candidates, key=lambda candidate: candidate.run(prompts, plan.num_tokens).elapsed_s)
 
 
 def _peer(target: Target) -> Peer:
@@ -173,7 +157,7 @@ def _config(target: Target) -> UpConfig:
 
 
 def _targets(quick: bool) -> list[Target]:
-    prompts = [_tokenizer().encode(prompt) for prompt in PROMPTS]
+    prompts = [own_tokenizer().encode(prompt) for prompt in PROMPTS]
     if quick:
         small = wide = Plan(num_repetitions=2, num_tokens=24, prompts=prompts[:2], num_echoes=100)
         small_streams = wide_streams = curve.Plan(
@@ -184,7 +168,7 @@ def _targets(quick: bool) -> list[Target]:
         wide = Plan(num_repetitions=5, num_tokens=48, prompts=prompts)
         small_streams = curve.Plan(num_repetitions=3, num_tokens=64, least_requests=8)
         wide_streams = curve.Plan(num_repetitions=3, num_tokens=64, least_requests=4)
-    _say("widening the target (once)")
+    say("widening the target (once)")
     widened = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
     return [
         Target(
@@ -204,16 +188,6 @@ def _targets(quick: bool) -> list[Target]:
             streams_plan=wide_streams,
         ),
     ]
-
-
-def _tokenizer() -> tokenizer.Tokenizer:
-    loaded = tokenizer.load(embedded.TARGET_DIR)
-    assert loaded is not None
-    return loaded
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

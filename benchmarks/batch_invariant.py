@@ -8,6 +8,7 @@ rank order. A pass appends its tokens to one sequence: 1 is decoding, 5 a round,
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from statistics import median
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.bars import Bar, Report, machine
 from benchmarks.ranks import NUM_RANKS, run_ranks
+from benchmarks.report import RESULTS, Bar, Report, machine, table
 from specwire import embedded
 from specwire.engine.batch import Feed
 from specwire.engine.group.sharding import load_shard
@@ -61,19 +62,19 @@ def _measure(num_ranks: int, source: str, num_steps: int) -> dict[int, list[tupl
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Measure, and write what was found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batch_invariant", description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--target", default=str(embedded.TARGET_DIR), help="directory of a model")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args()
     found = run_ranks(NUM_RANKS, _measure, args.target, args.steps)
     ratios = {size: median(ours / plain for plain, ours in times) for size, times in found.items()}
-    rows = ["| tokens | without (ms) | with | ratio |", "|---|---|---|---|"]
-    for size, times in found.items():
-        plain, ours = (median(column) for column in zip(*times, strict=True))
-        rows.append(f"| {size} | {plain:.2f} | {ours:.2f} | {ratios[size]:.2f} |")
+    rows = [
+        [size, *(f"{median(column):.2f}" for column in zip(*times, strict=True)), f"{ratios[size]:.2f}"]
+        for size, times in found.items()
+    ]
     result = Report(
         name="batch_invariant",
         title="What --batch-invariant costs on two ranks",
@@ -84,11 +85,11 @@ def main() -> None:
             f"after {_PROMPT_LEN}."
         ),
         bars=[Bar(what="passes of 5 tokens, with over without", measured=ratios[5], limit=_LIMIT)],
-        details="\n".join(rows),
+        details=table(["tokens", "without (ms)", "with", "ratio"], rows),
         data={"ms": {str(size): times for size, times in found.items()}},
     )
-    print(result.write(args.out))
+    return result.finish(args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

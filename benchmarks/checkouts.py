@@ -1,19 +1,24 @@
-"""The services of one checkout of this repository, and a client of the same checkout, as processes.
+"""The services of one version of this repository, and a client of the same version, as processes.
 
-Two checkouts run side by side, so one run compares two versions of the code on equal terms. Flags are only
-those that every version knows.
+Two versions run side by side, so one run compares them on equal terms. Flags are only those that every
+version knows.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.processes import THREADS, Devices, Usage, ask, difference, end, read_line, start_python
+from benchmarks.pipes import ask, end, read_line, start_python
+from benchmarks.processes import THREADS, Devices, Usage, difference
 from specwire.cli.process import Service
 from specwire.config.flags import flag_words
 
@@ -22,6 +27,22 @@ SERVICES = ("verify", "draft", "coordinator")
 PROCESSES = (*SERVICES, "client")
 _START_TIMEOUT_S = 60.0
 _MAX_PROMPT_LEN = 32
+
+
+@contextmanager
+def version(name: str) -> Iterator[Path]:
+    """The root of a checkout. `name` is its path, or a commit of this repository, laid out for as long.
+
+    Raises:
+        CalledProcessError: there is no such commit.
+    """
+    if (Path(name) / "coordinator/__main__.py").exists():
+        yield Path(name).resolve()
+        return
+    packed = subprocess.run(["git", "archive", name], cwd=HERE, check=True, capture_output=True).stdout
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(packed)) as tree:
+        tree.extractall(folder, filter="data")
+        yield Path(folder)
 
 
 @dataclass(frozen=True, kw_only=True)

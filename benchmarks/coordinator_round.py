@@ -3,8 +3,7 @@
 The real `Generate` for many streams at once. Draft and verify are objects of this process that answer a
 message with one; their time is taken off. What is left is the coordinator's own work for a round: plan, the
 messages to draft and verify but for their transport, rule, commit, text, counts, learning, and the message to
-the client. The client is first an object as well, then another process over gRPC, beside a bare server that
-sends it the same messages.
+the client. The client is first an object as well, then another process over gRPC.
 """
 
 from __future__ import annotations
@@ -14,17 +13,14 @@ import asyncio
 import cProfile
 import pstats
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.bare import BareServer, read_all
-from benchmarks.processes import end, read_line, start_module
+from benchmarks.pipes import end, read_line, start_module
 from coordinator.peers.addresses import Names
 from coordinator.peers.codecs import draft_codec, verify_codec
 from coordinator.peers.link import Codec, Link
@@ -288,9 +284,8 @@ async def own_us(case: Case, profile: cProfile.Profile | None = None) -> float:
 # --- over gRPC ------------------------------------------------------------------------------------
 
 
-async def served_us(case: Case) -> tuple[float, float]:
-    """Processor time of the server's process a round over gRPC, and of a bare server that sends the same
-    messages, in microseconds."""
+async def served_us(case: Case) -> float:
+    """Processor time of the server's process a round over gRPC, in microseconds."""
     servicer, peers = case.servicer(_PASS_S)  # in which each client takes a message
     server = Server(servicer.config, [])
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
@@ -301,20 +296,11 @@ async def served_us(case: Case) -> tuple[float, float]:
     assert client.stdin is not None
     client.stdin.write("\n")
     client.stdin.flush()
-    messages = await asyncio.to_thread(read_line, client)
+    await asyncio.to_thread(read_line, client)  # all was read
     spent_ns = time.process_time_ns() - started_ns - peers.spent_ns
     end(client)
     await server.stop()
-    one = [generation_pb2.GenerateResponse.FromString(bytes.fromhex(each)) for each in messages.split()]
-    return spent_ns / peers.num_rounds / 1e3, await _bare_us([one] * case.num_streams)
-
-
-async def _bare_us(streams: Sequence[Sequence[generation_pb2.GenerateResponse]]) -> float:
-    with tempfile.TemporaryDirectory() as folder, BareServer(streams, Path(folder) / "streams") as bare:
-        before_s = bare.usage.cpu_s()["bare server"]
-        await read_all(bare.address, streams)
-        spent_s = bare.usage.cpu_s()["bare server"] - before_s
-    return spent_s / sum(map(len, streams)) * 1e6
+    return spent_ns / peers.num_rounds / 1e3
 
 
 def _arguments(case: Case) -> list[str]:
@@ -331,12 +317,12 @@ async def _read(address: str, case: Case) -> None:
         await asyncio.to_thread(sys.stdin.readline)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
-        async def read_one() -> list[str]:
-            call = stub.Generate(_requests(case.request()))
-            return [message.SerializeToString().hex() async for message in call]
+        async def read_one() -> None:
+            async for _ in stub.Generate(_requests(case.request())):
+                pass
 
-        found = await asyncio.gather(*(read_one() for _ in range(case.num_streams)))
-        print(" ".join(found[0]), flush=True)
+        await asyncio.gather(*(read_one() for _ in range(case.num_streams)))
+        print(flush=True)
         await asyncio.to_thread(sys.stdin.readline)
 
 
@@ -366,11 +352,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     for case in cases:
         own = min(_run(own_us(case)) for _ in range(args.repetitions))
-        served = [_run(served_us(case)) for _ in range(args.repetitions)]
-        over_grpc, bare = (min(each) for each in zip(*served, strict=True))
-        print(
-            f"{case.rule}: {own:.0f} us, over gRPC {over_grpc:.0f} us (bare server {bare:.0f} us)", flush=True
-        )
+        over_grpc = min(_run(served_us(case)) for _ in range(args.repetitions))
+        print(f"{case.rule}: {own:.0f} us, over gRPC {over_grpc:.0f} us", flush=True)
         if args.profile:
             profile = cProfile.Profile()
             asyncio.run(own_us(case, profile))

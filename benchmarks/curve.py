@@ -1,13 +1,19 @@
-"""Total speed and time per output token against the number of concurrent streams."""
+"""Many streams: total speed and time per output token against their number, and the report `curve.md`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
 
-from benchmarks import windows
-from specwire.cli.bench.metrics import LatencySummary, RequestRecord
+from benchmarks import prompts as python
+from benchmarks.names import ASSISTED, CONTINUOUS, NO_SPECULATION, SPECWIRE
+from benchmarks.report import Bar, Report, Summary, ratios, summarise, table
+from benchmarks.systems import Burst, StreamsSystem
+from specwire.cli.bench.metrics import LatencySummary
+
+_SYSTEMS = (SPECWIRE, NO_SPECULATION, ASSISTED, CONTINUOUS)
+_MANY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,46 +41,6 @@ class Plan:
     def num_windows(self) -> int:
         """Distinct prompts that the largest repetition needs."""
         return max(n * self.num_bursts(n) for n in self.num_streams)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Burst:
-    """Requests that started together, all done.
-
-    Attributes:
-        elapsed_s: from the first request to the last token of all.
-        token_ids: [num_requests][num_tokens].
-        tpots_ms: [num_requests] time per output token as its reader saw it, in milliseconds.
-    """
-
-    elapsed_s: float
-    token_ids: Sequence[Sequence[int]]
-    tpots_ms: Sequence[float]
-
-
-def tpot_ms(first_s: float, end_s: float, num_tokens: int) -> float:
-    """Time per output token after the first, as `specwire.cli.bench.metrics` defines it; of at least two."""
-    record = RequestRecord(start_s=0.0, end_s=end_s, chunk_times_s=(first_s,), num_output_tokens=num_tokens)
-    value = record.tpot_ms
-    assert value is not None, "one token has no time per token after the first"
-    return value
-
-
-class StreamsSystem(Protocol):
-    """One way to serve many requests.
-
-    Attributes:
-        own_prompts: it shares a prefix cache with another system, so it must not get that one's prompts.
-        learns: it adapts itself to the load, and is measured when it has.
-    """
-
-    name: str
-    own_prompts: bool
-    learns: bool
-
-    def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
-        """Continue all prompts, begun together, by `num_tokens` tokens each, greedily."""
-        ...
 
 
 @dataclass
@@ -128,52 +94,28 @@ def measure(
 ) -> dict[int, dict[str, Series]]:
     """Every repetition runs all systems at one number of streams back to back, then at the next."""
     series = {n: {system.name: Series() for system in systems} for n in plan.num_streams}
-    run = 0
-    for num_streams in series:
-        run = _settle(systems, plan, prompts, num_streams, run)
+    run = 0  # 0 and 1 are left to the warm-up
+    for num_streams in series:  # those that learn have each load for a while
+        for _ in range(plan.num_settling_bursts * plan.num_bursts(num_streams)):
+            run += 2
+            for system in systems:
+                if system.learns:
+                    exactly(system, python.fresh(prompts[:num_streams], run), plan.num_tokens)
         say(f"{num_streams} streams: settled")
     for repetition in range(plan.num_repetitions):
         for num_streams, of_all in series.items():
             run += 2
-            bursts = _repetition(systems, plan, prompts, num_streams, run)
+            bursts: dict[str, list[Burst]] = {system.name: [] for system in systems}
+            for i in range(plan.num_bursts(num_streams)):
+                part = prompts[i * num_streams : (i + 1) * num_streams]
+                for system in systems:  # the same prompts, but for the leading token of those who share
+                    fresh = python.fresh(part, run + system.own_prompts)
+                    bursts[system.name].append(exactly(system, fresh, plan.num_tokens))
             for name, of_one in bursts.items():
                 of_all[name].add(of_one)
             rates = ", ".join(f"{name} {one.tokens_per_s[-1]:.0f}" for name, one in of_all.items())
             say(f"repetition {repetition + 1}, {num_streams} streams, tokens/s: {rates}")
     return series
-
-
-def _settle(
-    systems: Sequence[StreamsSystem],
-    plan: Plan,
-    prompts: Sequence[Sequence[int]],
-    num_streams: int,
-    run: int,
-) -> int:
-    """Let those that learn have this load for a while; returns the last run that was used up."""
-    for _ in range(plan.num_settling_bursts * plan.num_bursts(num_streams)):
-        run += 2  # 0 and 1 are left to the warm-up
-        for system in systems:
-            if system.learns:
-                exactly(system, windows.fresh(prompts[:num_streams], run), plan.num_tokens)
-    return run
-
-
-def _repetition(
-    systems: Sequence[StreamsSystem],
-    plan: Plan,
-    prompts: Sequence[Sequence[int]],
-    num_streams: int,
-    run: int,
-) -> dict[str, list[Burst]]:
-    """Bursts of each system; all have the same prompts but for the leading token of those who share."""
-    bursts: dict[str, list[Burst]] = {system.name: [] for system in systems}
-    for i in range(plan.num_bursts(num_streams)):
-        part = prompts[i * num_streams : (i + 1) * num_streams]
-        for system in systems:
-            fresh = windows.fresh(part, run + system.own_prompts)
-            bursts[system.name].append(exactly(system, fresh, plan.num_tokens))
-    return bursts
 
 
 def compare_texts(
@@ -190,7 +132,7 @@ def compare_texts(
     Raises:
         RuntimeError: with `exact`, the second system differs from the first.
     """
-    fresh = windows.fresh(prompts[: max(plan.num_streams)], 0)
+    fresh = python.fresh(prompts[: max(plan.num_streams)], 0)
     reference, *others = [exactly(system, fresh, plan.num_tokens).token_ids for system in systems]
     identical = {
         system.name: sum(ours == theirs for ours, theirs in zip(reference, texts, strict=True))
@@ -209,3 +151,86 @@ def exactly(system: StreamsSystem, prompts: Sequence[Sequence[int]], num_tokens:
     if wrong:
         raise RuntimeError(f"{system.name} made {wrong[0]} tokens, not {num_tokens}")
     return burst
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+_METHOD = (
+    f"So many requests start together, each with a prompt of its own ({python.LEAST_TOKENS + 1} to "
+    f"{python.MOST_TOKENS + 1} tokens of Python that the pair was not trained on), greedy, with the "
+    "same number of output tokens. A cell holds the total output tokens per second, from the first "
+    "request to the last token, and the 99th percentile over the requests of the time per output token "
+    "as its reader saw it: (end - first chunk) / (tokens - 1). Cells are medians over repetitions; in a "
+    "repetition all systems run back to back, and ratios of tokens/s (median, least to greatest) are "
+    "taken within it. With few streams a repetition consists of several such bursts. No prompt is "
+    "repeated to a server that could find it in its prefix cache.\n\n"
+    "specwire is timed at its client, over three processes, with its default number of draft tokens and "
+    "without speculation on the same running server; transformers inside its process. Assisted "
+    "generation serves one request at a time, so its total rate hardly depends on their number: a "
+    "sample of the requests is measured beside every other measurement, with the faster of two "
+    "settings, and its time per output token leaves out how long a request waits for its turn. "
+    "Continuous batching is `generate_batch` with its manager kept warm. specwire, which finds out by "
+    "trials how much to draft, has three unmeasured repetitions at each number of streams first."
+)
+
+
+def ratio(of_all: Mapping[str, Series], reference: str) -> Summary:
+    """specwire's tokens/s over another system's, within each repetition."""
+    return summarise(ratios(of_all[SPECWIRE].tokens_per_s, of_all[reference].tokens_per_s))
+
+
+def bars(curves: Sequence[Curve]) -> list[Bar]:
+    """Never slower with speculation, on every target; far ahead of others with many streams."""
+    widened = {curve.target: curve.series for curve in curves}.get("widened", {})
+    of_many = widened.get(_MANY)
+    found = [
+        Bar(
+            what=f"widened, {_MANY} streams: tokens/s × {name}",
+            measured=ratio(of_many, name).median if of_many else None,
+            limit=limit,
+            at_least=True,
+        )
+        for name, limit in ((ASSISTED, 5.0), (CONTINUOUS, 1.0))
+    ]
+    for curve in curves:
+        least = min(ratio(of_all, NO_SPECULATION).median for of_all in curve.series.values())
+        what = f"{curve.target}, least of all rows: tokens/s × without speculation"
+        found.append(Bar(what=what, measured=least, limit=0.98, at_least=True))
+    return found
+
+
+def report(machine: Mapping[str, str], curves: Sequence[Curve]) -> Report:
+    """Of all targets."""
+    return Report(
+        name="curve",
+        title="Many streams on a CPU",
+        command="make bench",
+        machine=machine,
+        about=_METHOD,
+        bars=bars(curves),
+        details="\n\n".join(map(_table, curves)),
+        data={"curves": [asdict(curve) for curve in curves]},
+    )
+
+
+def _table(curve: Curve) -> str:
+    num_repetitions = len(next(iter(curve.series.values()))[SPECWIRE].tokens_per_s)
+    head = ["streams", "specwire", "without speculation", "assisted", "continuous batching"]
+    rows = [
+        [num_streams, *(_cell(of_all[name]) for name in _SYSTEMS)]
+        + [ratio(of_all, name).text(2) for name in _SYSTEMS[1:]]
+        for num_streams, of_all in curve.series.items()
+    ]
+    same = ", ".join(f"{name} {count}" for name, count in curve.identical.items())
+    return (
+        f"## {curve.title}, {curve.num_tokens} tokens a request, {num_repetitions} repetitions\n\n"
+        "Tokens/s; p99 time per output token in ms.\n\n"
+        + table([*head, *(f"× {name}" for name in head[2:])], rows)
+        + f"\n\nAssisted generation: {curve.assisted_setting}. Prompts of {curve.num_compared}, all at once, "
+        f"with specwire's very tokens: {same}."
+    )
+
+
+def _cell(series: Series) -> str:
+    rate = median(series.tokens_per_s)
+    return f"{rate:,.{0 if rate >= 100 else 1}f}; {median(series.p99_tpot_ms):.1f}"

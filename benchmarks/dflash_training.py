@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     LlamaForCausalLM,
     MuseGlimmerAssistantConfig,
     MuseGlimmerAssistantModel,
 )
 from transformers.cache_utils import DFlashCache
 
-from benchmarks.embedded import corpus
-from benchmarks.embedded.train import Budget, Optimizer, distillation_loss, random_windows, report_progress
+from benchmarks.embedded import train as training
 from specwire import embedded
 
 BLOCK_SIZE = 8
@@ -37,18 +35,17 @@ def make(directory: Path, seconds: float) -> None:
     torch.manual_seed(0)
     target = LlamaForCausalLM.from_pretrained(embedded.TARGET_DIR, dtype=torch.float32).requires_grad_(False)
     drafter = _new(target.config)
-    documents, _ = corpus.split(corpus.read_library())
-    tokenizer, rng = AutoTokenizer.from_pretrained(embedded.TARGET_DIR), random.Random(0)
-    rows = [torch.tensor(corpus.encode(tokenizer, documents, rng=rng))]
-    optimizer, budget = Optimizer(drafter, _LEARNING_RATE, inner=""), Budget(seconds, 1_000_000)
-    while (progress := budget.progress) < 1:
-        tokens = random_windows(rows, _WINDOW, rng)
+    rng = random.Random(0)
+    rows = training.library_rows(rng)
+
+    def next_loss(progress: float) -> Tensor:
+        tokens = training.random_windows(rows, _WINDOW, rng)
         places = [rng.randrange(_LEAST_CONTEXT, _WINDOW - BLOCK_SIZE) for _ in range(_PLACES_A_STEP)]
-        loss = _loss(target, drafter, tokens, places, torch.tensor(min(0.9, 2 * progress)))
-        torch.autograd.backward(loss)
-        optimizer.step(progress)
-        budget.step += 1
-        report_progress("dflash", budget, loss)
+        return _loss(target, drafter, tokens, places, training.distillation_share(progress))
+
+    training.fit(
+        "dflash", training.Optimizer(drafter, _LEARNING_RATE, inner=""), training.Budget(seconds), next_loss
+    )
     drafter.eval().save_pretrained(directory)
 
 
@@ -90,5 +87,5 @@ def _loss(target: Any, drafter: Any, tokens: Tensor, places: list[int], share: T
                 past_key_values=cache,
             ).last_hidden_state
             wanted = output.logits[:, place : place + BLOCK_SIZE - 1]
-            losses.append(distillation_loss(wanted, target.lm_head(drafted[:, 1:]), share))
+            losses.append(training.distillation_loss(wanted, target.lm_head(drafted[:, 1:]), share))
     return torch.stack(losses).mean()

@@ -15,7 +15,8 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from benchmarks.processes import Usage, ask, difference, end, read_line, start_module
+from benchmarks.pipes import ask, end, read_line, start_module
+from benchmarks.processes import Usage, difference
 
 MESSAGE_BYTES = 1024
 _METHOD = "/benchmarks.Echo/Echo"

@@ -2,8 +2,8 @@
 
 One stream, in turns with plain decoding of the same prompts by the same services, and of the same text where
 a seed fixes it. Own passes of the embedded target, and passes of 60 ms, as of a larger one. What has to be
-trained is taken from `--models`, where the benchmarks of the methods write it: `heads`, `inner`, `other`,
-`learnt`, `t5`, `mtp` and `dflash`; what is not there is left out, and named.
+trained is taken from `--models` (`heads`, `inner`, `other`, `learnt`, `mtp`, `dflash`), and made there first
+with `--train`; what is not there is left out, and named.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from benchmarks import seq2seq, trees
-from benchmarks.bars import Bar, Report, machine
+from benchmarks.drafts import MAKERS
+from benchmarks.prompts import python_windows
+from benchmarks.report import RESULTS, Bar, Report, machine, say, table
 from specwire import Client, Completion, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
@@ -41,54 +43,59 @@ SKIPPED = "m1,a2,m2,a3,m3,a4,m4"
 """The blocks that `specwire search-layers` finds (benchmarks/results/layers.md)."""
 
 
+MODEL = "MODEL"
+"""In a setting: the directory of what the method needs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to draft.
 
     Attributes:
         needs: name in the folder of models; empty if the package has it.
+        settings: of the stack, beside `STACK`.
         kinds: of requests.
-        prompts: makes token ids of so many prompts.
     """
 
-    config: UpConfig = STACK
     needs: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     kinds: Mapping[str, SamplingParams] = field(default_factory=lambda: GREEDY | COUPLED)
-    prompts: Callable[[int], list[list[int]]] = trees.cut_prompts
+
+    def config(self, models: Path, least_pass_ms: float) -> UpConfig:
+        """Of its stack; what it needs is there."""
+        directory = str(models / self.needs)
+        settings: dict[str, Any] = {
+            name: value.replace(MODEL, directory) if isinstance(value, str) else value
+            for name, value in self.settings.items()
+        }
+        return replace(STACK, least_pass_ms=least_pass_ms, **settings)
 
 
-def methods(models: Path) -> dict[str, Method]:
-    """All, by name."""
-
-    def drafting(needs: str, form: str = "{}", **settings: Any) -> dict[str, Any]:
-        config = replace(STACK, draft=form.format(models / needs), **settings)
-        return {"needs": needs, "config": config}
-
-    def method(**keys: Any) -> UpConfig:
-        return replace(STACK, speculative_config=json.dumps({"method": "draft_model"} | keys))
-
-    t5 = replace(STACK, target=str(models / "t5/target"), draft=str(models / "t5/draft"))
-    mtp = replace(STACK, target=str(models / "mtp"), draft="mtp")
-    other = method(use_heterogeneous_vocab=True).speculative_config
-    return {
-        DEFAULT: Method(kinds=GREEDY | SAMPLED | COUPLED),
-        "heads": Method(**drafting("heads", "heads:{}")),
-        "MTP": Method(needs="mtp", config=mtp),
-        "block drafter": Method(**drafting("dflash", "dflash:{}")),
-        "layers left out": Method(config=replace(STACK, draft=f"layers:{SKIPPED}")),
-        "draft that learns": Method(**drafting("learnt", draft_learn=True), kinds=GREEDY | SAMPLED),
-        "k-SEQ, 4 chains": Method(config=method(selection="kseq", num_chains=4), kinds=SAMPLED),
-        "another vocabulary": Method(**drafting("other", speculative_config=other), kinds=GREEDY | SAMPLED),
-        "encoder-decoder": Method(needs="t5", config=t5, kinds=GREEDY | SAMPLED, prompts=_inputs),
-        "ngram>draft": Method(config=replace(STACK, draft=f"ngram>{embedded.DRAFT_DIR}")),
-        "model>draft": Method(**drafting("inner", f"{{}}>{embedded.DRAFT_DIR}")),
-        "beam search, 4 beams": Method(kinds={"greedy": replace(GREEDY["greedy"], num_beams=4)}),
-    }
+def _speculative(**keys: Any) -> str:
+    return json.dumps({"method": "draft_model"} | keys)
 
 
-def _inputs(count: int) -> list[list[int]]:
-    by_task = seq2seq.held_out(count)
-    return [prompt for of_tasks in zip(*by_task.values(), strict=True) for prompt in of_tasks][:count]
+METHODS = {
+    DEFAULT: Method(kinds=GREEDY | SAMPLED | COUPLED),
+    "heads": Method(needs="heads", settings={"draft": f"heads:{MODEL}"}),
+    "MTP": Method(needs="mtp", settings={"target": MODEL, "draft": "mtp"}),
+    "block drafter": Method(needs="dflash", settings={"draft": f"dflash:{MODEL}"}),
+    "layers left out": Method(settings={"draft": f"layers:{SKIPPED}"}),
+    "draft that learns": Method(
+        needs="learnt", settings={"draft": MODEL, "draft_learn": True}, kinds=GREEDY | SAMPLED
+    ),
+    "k-SEQ, 4 chains": Method(
+        settings={"speculative_config": _speculative(selection="kseq", num_chains=4)}, kinds=SAMPLED
+    ),
+    "another vocabulary": Method(
+        needs="other",
+        settings={"draft": MODEL, "speculative_config": _speculative(use_heterogeneous_vocab=True)},
+        kinds=GREEDY | SAMPLED,
+    ),
+    "ngram>draft": Method(settings={"draft": f"ngram>{embedded.DRAFT_DIR}"}),
+    "model>draft": Method(needs="inner", settings={"draft": f"{MODEL}>{embedded.DRAFT_DIR}"}),
+    "beam search, 4 beams": Method(kinds={"greedy": replace(GREEDY["greedy"], num_beams=4)}),
+}
 
 
 class Found(NamedTuple):
@@ -127,10 +134,9 @@ OWN = Plan(num_runs=24, num_tokens=48, num_settling=600)
 PACED = Plan(num_runs=4, num_tokens=64, num_settling=160)
 
 
-def measure(method: Method, plan: Plan, least_pass_ms: float) -> Iterator[tuple[str, Found]]:
+def measure(method: Method, config: UpConfig, plan: Plan) -> Iterator[tuple[str, Found]]:
     """All kinds of requests, with services of their own."""
-    prompts = method.prompts(plan.num_runs)
-    config = replace(method.config, least_pass_ms=least_pass_ms)
+    prompts = python_windows(plan.num_runs)
     with Stack(config) as stack, Client(stack.address) as client:
         for kind, params in method.kinds.items():
             settling = replace(params, max_tokens=plan.num_tokens)
@@ -205,25 +211,36 @@ _ONE = ["accepted of drafted", "tokens a pass", "tokens/s", "× plain", "× defa
 HEAD = ["", "", *_ONE, *(f"{each}, 60 ms" for each in _ONE)]
 
 
-def main() -> None:
+def main() -> int:
     """Measure what is asked for; the report has the latest of all that were measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
     parser.add_argument("names", nargs="*", help="of methods; all by default")
     parser.add_argument("--models", type=Path, required=True, help="folder of what was trained")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--train", type=float, metavar="SECONDS", help="train each model that is missing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args()
     facts = machine()
-    known = methods(args.models)
-    missing = [name for name, each in known.items() if not (args.models / each.needs).exists()]
-    rows = _earlier(args.out, known)
-    for name in args.names or known:
+    names = args.names or list(METHODS)
+    if args.train:
+        args.models.mkdir(parents=True, exist_ok=True)
+        for needs in filter(None, (METHODS[name].needs for name in names)):
+            if not (args.models / needs).exists():
+                say(f"{needs}: training")
+                MAKERS[needs](args.models / needs, args.train)
+    missing = [name for name, each in METHODS.items() if not (args.models / each.needs).exists()]
+    rows = _earlier(args.out)
+    for name in names:
         if name in missing:
             continue
-        own, paced = (dict(measure(known[name], *plan)) for plan in ((OWN, 0.0), (PACED, PASS_MS)))
+        method = METHODS[name]
+        own, paced = (
+            dict(measure(method, method.config(args.models, pass_ms), plan))
+            for plan, pass_ms in ((OWN, 0.0), (PACED, PASS_MS))
+        )
         for kind in own:
             rows[name, kind] = Row(name, kind, own[kind], paced[kind])
             print(*rows[name, kind], flush=True)
-    print(_report(list(rows.values()), missing, facts).write(args.out))
+    return _report(list(rows.values()), missing, facts).finish(args.out)
 
 
 def _report(rows: Sequence[Row], missing: Sequence[str], facts: Mapping[str, str]) -> Report:
@@ -240,20 +257,18 @@ def _report(rows: Sequence[Row], missing: Sequence[str], facts: Mapping[str, str
         machine=facts,
         about=about,
         bars=[bar for row in rows for bar in row.bars],
-        details=trees.table(HEAD, [row.cells(default) for row in rows]),
+        details=table(HEAD, [row.cells(default) for row in rows]),
         data={"rows": [[row.method, row.kind, row.own._asdict(), row.paced._asdict()] for row in rows]},
     )
 
 
-def _earlier(out: Path, known: Mapping[str, Method]) -> dict[tuple[str, str], Row]:
+def _earlier(out: Path) -> dict[tuple[str, str], Row]:
     """Rows of the report that is there, in the order of the methods."""
     path = out / "methods.json"
     read = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [Row(name, kind, Found(**own), Found(**paced)) for name, kind, own, paced in read]
-    order = list(known)
-    kept = sorted((row for row in rows if row.method in known), key=lambda row: order.index(row.method))
-    return {(row.method, row.kind): row for row in kept}
+    found = {(name, kind): Row(name, kind, Found(**own), Found(**paced)) for name, kind, own, paced in read}
+    return {key: found[key] for name in METHODS for key in found if key[0] == name}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from benchmarks.embedded import corpus
-from benchmarks.embedded.train import Budget, Optimizer, distillation_loss, random_windows, report_progress
+from benchmarks.embedded import train as training
 from specwire import embedded
 
 DEPTHS = 3
@@ -79,19 +78,16 @@ def train(model: Any, seconds: float) -> MtpModel:
                 weight.normal_(0, 0.02)
             else:
                 weight.fill_(0 if "bias" in name else 1)
-    documents, _ = corpus.split(corpus.read_library())
-    tokenizer = AutoTokenizer.from_pretrained(embedded.TARGET_DIR)
     rng = random.Random(0)
-    rows = [torch.tensor(corpus.encode(tokenizer, documents, rng=rng))]
-    optimizer = Optimizer(mtp.layers, _LEARNING_RATE, inner="")
-    budget = Budget(seconds, 1_000_000)
-    while (progress := budget.progress) < 1:
-        share = torch.tensor(min(0.9, 2 * progress))
-        loss = _loss(model, mtp, random_windows(rows, _WINDOW, rng), share)
-        torch.autograd.backward(loss)
-        optimizer.step(progress)
-        budget.step += 1
-        report_progress("mtp", budget, loss)
+    rows = training.library_rows(rng)
+    optimizer = training.Optimizer(mtp.layers, _LEARNING_RATE, inner="")
+
+    def next_loss(progress: float) -> Tensor:
+        return _loss(
+            model, mtp, training.random_windows(rows, _WINDOW, rng), training.distillation_share(progress)
+        )
+
+    training.fit("mtp", optimizer, training.Budget(seconds), next_loss)
     return mtp.eval()
 
 
@@ -106,7 +102,7 @@ def _loss(model: Any, mtp: MtpModel, tokens: Tensor, share: Tensor) -> Tensor:
         for depth in range(1, DEPTHS + 1):
             inputs = tokens[:, depth:]
             states = mtp.forward_layer(0, states[:, :-1], positions[:, depth:], None, input_ids=inputs)
-            losses.append(distillation_loss(wanted[:, depth:], model.lm_head(states), share))
+            losses.append(training.distillation_loss(wanted[:, depth:], model.lm_head(states), share))
     return torch.stack(losses).mean()
 
 

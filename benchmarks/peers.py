@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.batching import BatchAnswer, BatchGenerator, BatchOrder
+from benchmarks.pipes import ask, end, start_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,45 +66,23 @@ class Peer:
         num_threads: int,
         device: str = "cpu",
     ) -> None:
-        command = [sys.executable, "-m", "benchmarks.peers", str(target), str(draft)]
         options = ["--num-threads", str(num_threads), "--device", device]
-        self._process = subprocess.Popen(
-            [*command, "--dtype", dtype, "--draft-dtype", draft_dtype, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        models = [str(target), str(draft), "--dtype", dtype, "--draft-dtype", draft_dtype]
+        self._process = start_module("benchmarks.peers", *models, *options)
 
     def run(self, order: Order) -> Answer:
         """Have it generate; raises RuntimeError when the process has ended."""
-        return Answer(**self._ask("one", order))
+        return Answer(**ask(self._process, {"kind": "one", "order": asdict(order)}))
 
     def run_batch(self, order: BatchOrder) -> BatchAnswer:
         """Have it generate for many prompts at once; errors as for `run`."""
-        return BatchAnswer(**self._ask("batch", order))
-
-    def _ask(self, kind: str, order: Order | BatchOrder) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"kind": kind, "order": asdict(order)}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the peer process ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return BatchAnswer(**ask(self._process, {"kind": "batch", "order": asdict(order)}))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the end of its orders
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process)
 
 
 class Generator:

@@ -1,18 +1,11 @@
-"""What benchmarks of the running system share: emulated devices in service processes, memory and time of
-processes, children that speak over pipes."""
+"""Emulated devices in service processes, and the processor time of processes."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 
@@ -22,12 +15,10 @@ from specwire.config.flags import env_name
 from specwire.config.models import EMULATED
 from specwire.config.stack import UpConfig
 
-MIB = 2**20
 LOOP, ENGINE, GRPC = THREADS = ("loop", "engine", "gRPC")
 Name = TypeVar("Name", bound=Hashable)
 _ENGINES = ("verify", "draft")
 """Names of the engines' threads."""
-_SAMPLE_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +50,11 @@ class Devices:
         """The draft's `--model`."""
         return f"{EMULATED}step_ms={self.draft_ms:g},alpha={self.alpha:g},runner_up={self.runner_up:g}"
 
-    def stack(self, *, num_kv_tokens: int, environ: Mapping[str, str] | None = None, **limits: int) -> Stack:
+    def stack(self, *, num_kv_tokens: int, **limits: int) -> Stack:
         """Three service processes on these devices.
 
         Args:
             num_kv_tokens: of each of the two KV caches.
-            environ: more variables for the services.
             limits: fields of the services' configs (`max_running=1000`) that the supervisor has no flags
                 for; they reach the services as environment variables.
         """
@@ -77,24 +67,14 @@ class Devices:
             num_kv_tokens=num_kv_tokens,
             grace_s=1.0,
         )
-        own = {env_name(name): str(value) for name, value in limits.items()}
-        return Stack(config, {**own, **(environ or {})})
+        return Stack(config, {env_name(name): str(value) for name, value in limits.items()})
 
 
 class Usage:
-    """Memory and processor time of some processes, by name."""
+    """Processor time of some processes, by name."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
-
-    @classmethod
-    def of(cls, stack: Stack) -> Usage:
-        """Of the three services."""
-        return cls({service.module: service.process.pid for service in stack.services})
-
-    def rss_mib(self) -> dict[str, float]:
-        """Resident memory now, in MiB."""
-        return {name: process.memory_info().rss / MIB for name, process in self._processes.items()}
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time since the start, in seconds, user and system."""
@@ -111,24 +91,6 @@ class Usage:
                 spent_s[key] = spent_s.get(key, 0.0) + thread.user_time + thread.system_time
         return spent_s
 
-    @contextlib.contextmanager
-    def peak_rss_mib(self) -> Iterator[dict[str, float]]:
-        """The largest of twenty samples a second while the body runs, in MiB; complete when it is over."""
-        peak, ended = self.rss_mib(), threading.Event()
-
-        def sample() -> None:
-            while not ended.wait(_SAMPLE_S):
-                for name, rss_mib in self.rss_mib().items():
-                    peak[name] = max(peak[name], rss_mib)
-
-        sampler = threading.Thread(target=sample, name="memory")
-        sampler.start()
-        try:
-            yield peak
-        finally:
-            ended.set()
-            sampler.join()
-
 
 def _kind(pid: int, thread_id: int) -> str:
     if thread_id == pid:
@@ -140,33 +102,3 @@ def _kind(pid: int, thread_id: int) -> str:
 def difference(after: Mapping[Name, float], before: Mapping[Name, float]) -> dict[Name, float]:
     """after - before, name by name; what was not there before was 0."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
-
-
-def start_module(module: str, *args: str) -> subprocess.Popen[str]:
-    """`python -m module args` with pipes to its standard input and output."""
-    return start_python("-m", module, *args)
-
-
-def start_python(*args: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """`python args` with such pipes; `environ` is added to this process's environment."""
-    command, env = [sys.executable, *args], {**os.environ, **(environ or {})}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-
-
-def ask(process: subprocess.Popen[str], order: object) -> Any:
-    """Send a line of JSON, and wait for the one that answers it."""
-    assert process.stdin is not None
-    print(json.dumps(order), file=process.stdin, flush=True)
-    return json.loads(read_line(process))
-
-
-def read_line(process: subprocess.Popen[str]) -> str:
-    """The next line that the process prints; empty when it has ended."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """End it and wait."""
-    process.terminate()
-    process.wait()

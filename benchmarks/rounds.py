@@ -1,8 +1,8 @@
-"""`python -m benchmarks.rounds`: what a round costs around the devices, and how many a host can serve.
+"""`python -m benchmarks.rounds`: what a round costs around the devices.
 
 Emulated devices, whose passes cost time but next to no processor. The yardstick is *bare*: the processor time
 of both ends for one message there and one back, on as many grpc.aio streams as there are generations. With
-`--against PATH` the services of another checkout take part in the same run.
+`--against COMMIT` the services of another version take part in the same run, with the client of that version.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import rounds_report
-from benchmarks.bars import Report, machine
-from benchmarks.checkouts import HERE, Checkout
+from benchmarks.checkouts import HERE, Checkout, version
 from benchmarks.echo import EchoPair
+from benchmarks.report import RESULTS, Report, machine, say
 from benchmarks.rounds_report import (
     DEVICES,
     HIT_DEVICES,
     MANY,
     MAX_HIT,
-    MAX_LOAD,
-    NUM_CORES,
     ONE,
     OTHER,
     SOME,
@@ -80,7 +78,7 @@ def _measure_costs(plan: Plan, versions: Mapping[str, Path], measured: Measured)
                     load = started[name].run(num_streams, num_tokens)
                     measured.loads[name][num_streams].append(load)
                     cost = f"{load.services_ms:.3f} ms a round, bare {bare_ms:.3f} ms"
-                    _say(f"{num_streams} streams, {name}: {cost}, {load.tokens_per_s:,.0f} tokens/s")
+                    say(f"{num_streams} streams, {name}: {cost}, {load.tokens_per_s:,.0f} tokens/s")
 
 
 def _measure_hits(plan: Plan, versions: Mapping[str, Path], measured: Measured) -> None:
@@ -100,7 +98,7 @@ def _measure_hits(plan: Plan, versions: Mapping[str, Path], measured: Measured) 
                     load = started[name, rtt_ms].run(ONE, plan.num_hit_tokens)
                     measured.hits[name][rtt_ms].append(load)
                     round_ms = f"{load.usual_round_ms:.2f} ms a round, {load.hit_rate:.0%} hits"
-                    _say(f"verify {rtt_ms:g} ms away, {name}: {round_ms}")
+                    say(f"verify {rtt_ms:g} ms away, {name}: {round_ms}")
 
 
 def _in_turn(versions: Mapping[str, Path], repetition: int) -> list[str]:
@@ -112,17 +110,19 @@ def _in_turn(versions: Mapping[str, Path], repetition: int) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print the tables, write the files; 1 when a bar is missed."""
     parser = argparse.ArgumentParser(prog="benchmarks.rounds", description=__doc__)
-    parser.add_argument("--against", type=Path, metavar="PATH", help="checkout to compare with")
+    parser.add_argument("--against", metavar="COMMIT", help="to compare with; or the path of a checkout")
     parser.add_argument("--repetitions", type=int, default=Plan.num_repetitions, help="(default %(default)s)")
     parser.add_argument("--no-hits", action="store_true", help="leave out what a hit takes")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args(argv)
-    if args.against and not (args.against / "coordinator/__main__.py").exists():
-        parser.error(f"--against {args.against}: no checkout of this repository")
     plan = Plan(num_repetitions=args.repetitions, num_hit_tokens=0 if args.no_hits else Plan.num_hit_tokens)
-    versions = {THIS: HERE} | ({OTHER: args.against.resolve()} if args.against else {})
     facts = machine()
-    measured = measure(plan, versions)
+    with ExitStack() as stack:
+        versions = {THIS: HERE}
+        if args.against:
+            versions[OTHER] = stack.enter_context(version(args.against))
+            facts["compared with"] = args.against
+        measured = measure(plan, versions)
     found = Report(
         name="rounds",
         title="What a round costs",
@@ -133,13 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         data={
             "plan": asdict(plan),
             "measured": asdict(measured),
-            "needs": {
-                name: [asdict(one) for one in rounds_report.needs(measured, name)] for name in versions
-            },
         },
     )
-    print(found.write(args.out))
-    return int(not all(bar.passed for bar in found.bars))
+    return found.finish(args.out)
 
 
 def _about(plan: Plan) -> str:
@@ -154,14 +150,8 @@ def _about(plan: Plan) -> str:
         f"channel as there are generations. Hits: one stream, target {HIT_DEVICES.target_ms:g} ms, "
         f"{HIT_DEVICES.num_outcomes} outcomes prepared, the runner-up right with {HIT_DEVICES.runner_up:g}, "
         f"median time between two chunks; a proxy delays what passes between coordinator and verify by the "
-        f"round trip. What {NUM_CORES} cores serve is arithmetic: one round of every stream in each pass of "
-        f"the target, no process busier than {MAX_LOAD:.0%} of a core like this machine's; without what the "
-        f"models themselves need, as launching kernels. *Loop*: a process's main thread."
+        f"round trip. *Loop*: a process's main thread."
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -19,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from benchmarks.bars import Bar, Report, machine
 from benchmarks.ranks import NUM_RANKS
+from benchmarks.report import RESULTS, Bar, Report, machine, table
 from specwire import AsyncClient, Rule, SamplingParams, embedded
 from specwire.cli.process import Service
 
@@ -181,19 +182,19 @@ def run(target: str, draft: str, num_texts: int, num_tokens: int, flags: Sequenc
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Run with and without it, and write what was found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.seeded_texts", description=__doc__)
     parser.add_argument("--texts", type=int, default=500)
     parser.add_argument("--control-texts", type=int, default=100, help="without --batch-invariant")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args()
     pair = str(embedded.TARGET_DIR), str(embedded.DRAFT_DIR)
     ours = run(*pair, args.texts, args.tokens, ["--batch-invariant"])
     control = run(*pair, args.control_texts, args.tokens, [])
     rows = [
-        f"| {name} | {each.num_texts} | {each.num_differing} | {each.num_promised} |"
+        [name, each.num_texts, each.num_differing, each.num_promised]
         for name, each in (("`--batch-invariant`", ours), ("without", control))
     ]
     result = Report(
@@ -212,11 +213,11 @@ def main() -> None:
             Bar(what="texts compared", measured=ours.num_texts, limit=args.texts, at_least=True),
             Bar(what="control: texts that differ", measured=control.num_differing, limit=1, at_least=True),
         ],
-        details="\n".join(["| | texts | differ | `reproducible` |", "|---|---|---|---|", *rows]),
+        details=table(["", "texts", "differ", "`reproducible`"], rows),
         data={"batch_invariant": asdict(ours), "control": asdict(control)},
     )
-    print(result.write(args.out))
+    return result.finish(args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

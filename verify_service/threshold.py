@@ -5,7 +5,7 @@
 
 Source: Zhang et al. 2023 (arXiv 2309.08168), and its reference code: steps of 0.01, smoothed by
 0.9; it stays where the rate is high and the proposal was as long as it might be. It begins at
-0.8 there too; what other values are worth: `python -m benchmarks.layers thresholds`.
+0.8 there too; what other values are worth: benchmarks/results/layers.md.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.embedded import corpus
 from benchmarks.embedded.evaluation import evaluate, sample
+from specwire import embedded
 
 TOKENS_PER_STEP = 4096
 TAUGHT_TOKENS = 8192
@@ -131,6 +132,23 @@ def report_progress(name: str, budget: Budget, loss: Tensor) -> None:
         )
 
 
+def fit(name: str, optimizer: Optimizer, budget: Budget, loss_of: Callable[[float], Tensor]) -> None:
+    """Step until the budget is spent; `loss_of` is given the progress, from 0 to 1."""
+    while (progress := budget.progress) < 1:
+        loss = loss_of(progress)
+        torch.autograd.backward(loss)
+        optimizer.step(progress)
+        budget.step += 1
+        report_progress(name, budget, loss)
+
+
+def library_rows(rng: random.Random) -> list[Tensor]:
+    """The files that the embedded pair was trained on, in its tokens: one row, int64[N]."""
+    documents, _ = corpus.split(corpus.read_library())
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.TARGET_DIR)
+    return [torch.tensor(corpus.encode(tokenizer, documents, rng=rng))]
+
+
 def random_windows(rows: list[Tensor], length: int, rng: random.Random) -> Tensor:
     """Return int64[TOKENS_PER_STEP / length, length + 1], cut anywhere from one of the encodings."""
     row = rng.choice(rows)
@@ -151,14 +169,13 @@ def train_target(rows: list[Tensor], recipe: Recipe, *, eos: int) -> tuple[Any, 
     compiled = maybe_compile(loss_of, recipe)
     optimizer = Optimizer(model, recipe.target_learning_rate)
     budget = Budget(recipe.target_seconds, recipe.target_steps)
-    while (progress := budget.progress) < 1:
+
+    def next_loss(progress: float) -> Tensor:
         # Short windows teach the text cheaply; long ones, near the end, teach the far positions.
         length = LONG if progress > 0.7 and budget.step % 3 == 0 else SHORT
-        loss = compiled(random_windows(rows, length, rng))
-        torch.autograd.backward(loss)
-        optimizer.step(progress)
-        budget.step += 1
-        report_progress("target", budget, loss)
+        return compiled(random_windows(rows, length, rng))
+
+    fit("target", optimizer, budget, next_loss)
     return model.eval(), budget
 
 
@@ -202,6 +219,11 @@ def own_text(target: Any, row: Tensor, *, seconds: float, seed: int) -> Tensor:
         prompts = row[starts + torch.arange(prompt_len)]
         parts.append(sample(target, prompts, num_new, temperature=1.0, generator=generator).flatten())
     return torch.cat(parts)
+
+
+def distillation_share(progress: float) -> Tensor:
+    """The `share` of `distillation_loss` at this progress of training: float32 scalar."""
+    return torch.tensor(min(0.9, 2 * progress))
 
 
 def distillation_loss(target_logits: Tensor, draft_logits: Tensor, share: Tensor) -> Tensor:
@@ -248,15 +270,12 @@ def distil(target: Any, rows: list[Tensor], recipe: Recipe, *, eos: int) -> tupl
 
     target.requires_grad_(False)
     compiled = maybe_compile(loss_of, recipe)
-    optimizer = Optimizer(draft, recipe.draft_learning_rate)
-    for tokens, hidden in taught_batches(pools, random.Random(recipe.seed)):
-        if (progress := budget.progress) >= 1:
-            break
-        loss = compiled(tokens, hidden, torch.tensor(min(0.9, 2 * progress)))
-        torch.autograd.backward(loss)
-        optimizer.step(progress)
-        budget.step += 1
-        report_progress("draft", budget, loss)
+    batches = taught_batches(pools, random.Random(recipe.seed))
+
+    def next_loss(progress: float) -> Tensor:
+        return compiled(*next(batches), distillation_share(progress))
+
+    fit("draft", Optimizer(draft, recipe.draft_learning_rate), budget, next_loss)
     return draft.eval(), budget
 
 

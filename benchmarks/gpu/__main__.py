@@ -21,8 +21,9 @@ import transformers
 from benchmarks import widen
 from benchmarks.gpu import passes, report
 from benchmarks.gpu.findings import Findings
-from benchmarks.prompts import PROMPTS
-from specwire import embedded, tokenizer
+from benchmarks.prompts import PROMPTS, own_tokenizer
+from benchmarks.report import say
+from specwire import embedded
 from specwire.engine.model.hardware import select_device
 
 SHAPE_TINY = widen.Shape(hidden_size=256, num_layers=7, num_heads=8, num_kv_heads=4, intermediate_size=704)
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.md, gpu.json and gpu.svg")
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.md and gpu.json")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--shape", choices=SCALES, default="8b", help="of the target; tiny is a dry run")
     parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="folder for the target")
@@ -183,20 +184,14 @@ def _streams(
 
 
 def _prompts(scale: Scale) -> list[list[int]]:
-    loaded = tokenizer.load(embedded.TARGET_DIR)
-    assert loaded is not None
-    return [list(loaded.encode(prompt))[: scale.prompt_len] for prompt in PROMPTS[: scale.num_prompts]]
+    tokenizer = own_tokenizer()
+    return [list(tokenizer.encode(prompt))[: scale.prompt_len] for prompt in PROMPTS[: scale.num_prompts]]
 
 
 def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def say(text: str) -> None:
-    """Progress, on standard error."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

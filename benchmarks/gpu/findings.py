@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.stats import Summary, summarise
+from benchmarks.report import Summary, summarise
 
 
 @dataclass
@@ -76,27 +74,4 @@ class Findings:
 
     def data(self) -> dict[str, Any]:
         """For the JSON."""
-        data = {
-            name: {key: vars_of(summary) for key, summary in value.items()}
-            if name.endswith("_ms") and isinstance(value, dict)
-            else value
-            for name, value in vars(self).items()
-        }
-        return data | {"bound_ms": self.bound_ms}
-
-
-def vars_of(summary: Summary) -> dict[str, float]:
-    """A summary as JSON has it."""
-    return {"median": summary.median, "low": summary.low, "high": summary.high}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """All of it or nothing of it, whenever the process is killed."""
-    unfinished = path.with_suffix(path.suffix + ".part")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-
-def to_json(data: Any) -> str:
-    """As the results are stored."""
-    return json.dumps(data, indent=1) + "\n"
+        return asdict(self) | {"bound_ms": self.bound_ms}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.stats import summarise
+from benchmarks.report import summarise
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed
 from specwire.engine.model.graphs import CudaReplay, EagerReplay

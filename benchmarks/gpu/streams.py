@@ -9,16 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.names import (
-    ASSISTED,
-    ASSISTED_CONSTANT,
-    LOCKSTEP,
-    NO_SPECULATION,
-    PLAIN,
-    PREPARED,
-)
+from benchmarks.names import LOCKSTEP, NO_SPECULATION, PLAIN, PREPARED
 from benchmarks.peers import Peer
-from benchmarks.systems import CONSTANT_TOKENS, Sample, SpecwireSystem, System, TransformersSystem, Work
+from benchmarks.systems import Sample, SpecwireSystem, System, Work, transformers_systems
 from specwire import Client
 from specwire.cli.process import Service
 from specwire.cli.supervisor import Stack
@@ -58,7 +51,7 @@ def measure(findings: Findings, plan: Plan, save: Callable[[], None], say: Calla
         systems: list[System] = []
         peer = findings.phase("start transformers", lambda: stack.enter_context(_peer(plan)), say)
         if peer is not None:
-            systems += _transformers(peer)
+            systems += transformers_systems(peer)
         ours = findings.phase("start specwire", lambda: stack.enter_context(_specwire(plan)), say)
         systems += ours or []
         for temperature in TEMPERATURES:
@@ -85,14 +78,6 @@ def measure(findings: Findings, plan: Plan, save: Callable[[], None], say: Calla
 
 def _peer(plan: Plan) -> Peer:
     return Peer(plan.target, plan.draft, plan.dtype, plan.dtype, plan.num_threads, plan.device)
-
-
-def _transformers(peer: Peer) -> list[System]:
-    return [
-        TransformersSystem(PLAIN, peer, assisted=False),
-        TransformersSystem(ASSISTED, peer, assisted=True),
-        TransformersSystem(ASSISTED_CONSTANT, peer, assisted=True, num_assistant_tokens=CONSTANT_TOKENS),
-    ]
 
 
 @contextlib.contextmanager

@@ -1,52 +1,42 @@
-"""`python -m benchmarks.simulation validate | controller | plan | report`; results in benchmarks/results."""
+"""`python -m benchmarks.simulation`: the chosen draft length beside fixed ones, in simulated time."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
-from benchmarks.simulation import controller, planning, report, validation, writing
-from benchmarks.simulation.planning import Planned
+from benchmarks.report import RESULTS, Report, machine, say
+from benchmarks.simulation import controller
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one part; its results replace those of the last time, and the report is written anew."""
+    """Simulate, print the table, write the files; 1 when a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
-    parser.add_argument("part", choices=["validate", "controller", "plan", "whole", "report"])
-    parser.add_argument("--passes", type=int, default=2, help="over the grid in the running system")
-    parser.add_argument("--tokens", type=int, default=1600, help="counted of each stream of `controller`")
-    parser.add_argument("--keep-fixed", action="store_true", help="fixed lengths as they were the last time")
-    studies = sorted({study for study, _ in planning.studies()})
-    parser.add_argument("--study", choices=studies, help="of `plan`, this one only; the others stay")
+    parser.add_argument("--tokens", type=int, default=1600, help="counted of each stream")
+    parser.add_argument("--alphas", type=float, nargs="+", default=controller.ALPHAS, help="of steady texts")
+    parser.add_argument("--rtts-ms", type=float, nargs="+", default=controller.RTTS_MS, help="to the draft")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args(argv)
-    if args.part == "validate":
-        compared = validation.compare(validation.GRIDS, validation.wait_until_quiet, args.passes, _say)
-        report.save("validation", compared)
-    elif args.part == "controller" and args.keep_fixed:
-        num_tokens = {False: args.tokens, True: 3 * args.tokens}
-        report.save("controller", controller.choose_again(writing.choices_so_far(), num_tokens, _say))
-    elif args.part == "controller":
-        grid = controller.explore(controller.STEADY, controller.RTTS_MS, args.tokens, _say)
-        turns = controller.explore(controller.ALTERNATING, controller.RTTS_MS, 3 * args.tokens, _say)
-        report.save("controller", grid + turns)
-    elif args.part == "plan":
-        report.save("planning", _plan(args.study, args.keep_fixed))
-    elif args.part == "whole":
-        report.save("whole", planning.plan(planning.whole(), {}, _say))
-    writing.write()
-    return 0
-
-
-def _plan(study: str | None, keeps_fixed: bool) -> list[Planned]:
-    so_far = writing.planned_so_far() if study or keeps_fixed else []
-    known = {done.case: done.fixed for done in so_far} if keeps_fixed else {}
-    wanted = [(name, case) for name, case in planning.studies() if study in (None, name)]
-    found = planning.plan(wanted, known, _say)
-    return [*found, *(done for done in so_far if study not in (None, done.study))]
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    facts = machine()
+    steady = [controller.Text(alpha=alpha) for alpha in args.alphas]
+    found = controller.explore(steady, args.rtts_ms, args.tokens, say)
+    found += controller.explore(controller.ALTERNATING, args.rtts_ms, 3 * args.tokens, say)
+    return Report(
+        name="controller",
+        title="The adaptive length in simulated time",
+        command="python -m benchmarks.simulation",
+        machine=facts,
+        about=(
+            "One stream, tokens/s. The adaptive length is counted once it has seen twice as many tokens as "
+            f"are counted ({args.tokens}, on the alternating text {3 * args.tokens}); *while it learnt*: "
+            "over plain decoding, in the first of these."
+        ),
+        bars=controller.bars(found),
+        details=controller.details(found),
+        data={"choices": [asdict(each) for each in found]},
+    ).finish(args.out)
 
 
 if __name__ == "__main__":

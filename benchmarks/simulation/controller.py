@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 
+from benchmarks.report import Bar, table
 from benchmarks.simulation import workload
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link, Overheads
@@ -50,7 +51,6 @@ class Text:
         return f"{self.alpha:g} and {self.hard_alpha:g} in turns" if self.period else f"{self.alpha:g}"
 
 
-STEADY = tuple(Text(alpha=alpha) for alpha in ALPHAS)
 ALTERNATING = (Text(alpha=0.95, hard_alpha=0.3, period=300),)
 
 
@@ -83,11 +83,6 @@ class Choice:
         return self.chosen / max(self.plain, *self.fixed.values())
 
     @property
-    def least_of_best(self) -> float:
-        """What is asked of `of_best`."""
-        return LEAST_OF_BEST_ALTERNATING if self.text.period else LEAST_OF_BEST
-
-    @property
     def of_plain(self) -> float:
         """Chosen over plain decoding."""
         return self.chosen / self.plain
@@ -118,26 +113,6 @@ def explore(
     return found
 
 
-def choose_again(
-    known: Sequence[Choice], num_tokens: Mapping[bool, int], say: Callable[[str], None]
-) -> list[Choice]:
-    """The adaptive length anew, against what plain and fixed ones brought the last time.
-
-    Args:
-        num_tokens: counted of steady (False) and of alternating texts (True).
-    """
-    found = []
-    with ProcessPoolExecutor() as pool:
-        counted = [num_tokens[bool(choice.text.period)] for choice in known]
-        texts, rtts_ms = [choice.text for choice in known], [choice.rtt_ms for choice in known]
-        measured = pool.map(rates, texts, rtts_ms, repeat(_CHOSEN), counted)
-        for choice, (young, _, chosen) in zip(known, measured, strict=True):
-            done = replace(choice, chosen=chosen, young=young)
-            say(_line(done))
-            found.append(done)
-    return found
-
-
 def rates(text: Text, rtt_ms: float, num_draft_tokens: str, num_tokens: int) -> list[float]:
     """Tokens/s of streams one after the other, the last of which counts."""
     setting = Setting(
@@ -158,3 +133,35 @@ def _line(done: Choice) -> str:
         f"alpha {done.text}, {done.rtt_ms:g} ms: {done.of_best:.3f} of the best ({done.best_length}), "
         f"{done.of_plain:.3f} of plain; young {done.young_of_plain:.3f}"
     )
+
+
+def bars(choices: Sequence[Choice]) -> list[Bar]:
+    """The worst points."""
+    steady = [done.of_best for done in choices if not done.text.period]
+    turning = [done.of_best for done in choices if done.text.period]
+    named = {
+        "steady texts: chosen over the best fixed length, worst": (steady, LEAST_OF_BEST),
+        "alternating texts: chosen over the best fixed length, worst": (turning, LEAST_OF_BEST_ALTERNATING),
+        "chosen over plain decoding, worst": ([done.of_plain for done in choices], LEAST_OF_PLAIN),
+    }
+    return [
+        Bar(what=what, measured=min(found, default=None), limit=limit, at_least=True)
+        for what, (found, limit) in named.items()
+    ]
+
+
+def details(choices: Sequence[Choice]) -> str:
+    """All points, in tokens/s."""
+    head = ["α", "RTT ms", "plain", "best fixed", "adaptive", "of the best", "of plain", "while it learnt"]
+    rows = [
+        [
+            done.text,
+            f"{done.rtt_ms:g}",
+            f"{done.plain:.1f}",
+            f"{max(done.fixed.values()):.1f} (γ = {done.best_length})",
+            f"{done.chosen:.1f}",
+            *(f"{each:.3f}" for each in (done.of_best, done.of_plain, done.young_of_plain)),
+        ]
+        for done in choices
+    ]
+    return table(head, rows)

@@ -57,60 +57,21 @@ class Rows(NamedTuple):
 
 
 class VirtualRunner(EmulatedRunner):
-    """The emulated runner without its sleep.
-
-    Attributes:
-        step_s: what the last pass costs.
-        num_rows: of logits in it.
-    """
+    """The emulated runner without its sleep; `step_s` is what the last pass costs, in seconds."""
 
     def __init__(self, model: EmulatedModel, cost: StepCost, *, exact: bool) -> None:
         super().__init__(model, num_pages=_NUM_PAGES, page_size=_PAGE_SIZE)
         self._cost, self._exact = cost, exact
         self.step_s = 0.0
-        self.num_rows = 0
 
     def forward(self, feeds: Sequence[Feed]) -> Any:
         """The logits, or just `Rows` where logits are not read."""
         rows = Rows(*self._append(feeds))
-        self.num_rows = len(rows.positions)
         self.step_s = self._cost.seconds(len(feeds), sum(len(feed.token_ids) for feed in feeds))
         return torch.from_numpy(self._model.log_probs(*rows)) if self._exact else rows
 
     def end_step(self) -> None:
         """The engine lets the time pass."""
-
-
-class Device:
-    """Computes one pass at a time. Where a draft shares it, the target's pass waits until all have drafted,
-    as in an engine that does both.
-
-    Attributes:
-        turn: held during a pass.
-        drafts: whether a draft that shares the device has something to do.
-        busy_s: seconds of computing.
-    """
-
-    def __init__(self) -> None:
-        self.turn = asyncio.Lock()
-        self.drafts: Callable[[], bool] = lambda: False
-        self.busy_s = 0.0
-        self._stepped = asyncio.Event()
-
-    async def compute(self, seconds: float) -> None:
-        """A pass."""
-        self.busy_s += seconds
-        await asyncio.sleep(seconds)
-
-    def step_is_over(self) -> None:
-        """Streams that wait for drafts look again."""
-        self._stepped.set()
-
-    async def drafted(self) -> None:
-        """Wait until nothing is left to draft."""
-        while self.drafts():
-            self._stepped.clear()
-            await self._stepped.wait()
 
 
 class _Inbox(queue.SimpleQueue[Callable[[], None]]):
@@ -142,15 +103,7 @@ class _NoThread(ComputeThread):
 class VirtualEngine(Engine):
     """The real engine: only its thread is a task, and its waits are in simulated time."""
 
-    def __init__(
-        self,
-        runner: VirtualRunner,
-        decider: Decider,
-        device: Device,
-        host_s: Callable[[int], float],
-        context_len: int,
-    ) -> None:
-        """`host_s` says for a number of rows in how many seconds from now the host is done with them."""
+    def __init__(self, runner: VirtualRunner, decider: Decider, context_len: int) -> None:
         super().__init__(
             runner,
             decider,
@@ -161,15 +114,8 @@ class VirtualEngine(Engine):
             prefix_sharing=False,
         )
         self._inbox: _Inbox = _Inbox()
-        self._device = device
-        self._virtual_runner, self._host_s = runner, host_s
-        self.shares_device = False
+        self._virtual_runner = runner
         self.task = asyncio.create_task(self._live())
-
-    def share_device(self) -> None:
-        """The device is a target's, which this engine drafts for."""
-        self.shares_device = True
-        self._device.drafts = lambda: bool(self._queues.foreground) or not self._inbox.empty()
 
     async def _live(self) -> None:
         """As `Engine._run`."""
@@ -179,25 +125,16 @@ class VirtualEngine(Engine):
                 await self._inbox.arrival(wait_s)
                 self._drain_inbox(timeout_s=0)
             if self._queues:
-                if not self.shares_device:
-                    await self._device.drafted()
-                async with self._device.turn:
-                    await self._timed_step()
-                self._device.step_is_over()
+                await self._timed_step()
             else:
                 await self._inbox.arrival()
 
     async def _timed_step(self) -> None:
-        self._drain_inbox(timeout_s=0)  # it may have been another engine's turn before
-        if not self._queues:
-            return
         started_ns = clock.stopwatch_ns()
         with torch.inference_mode():
             step = self._begin_step(started_ns)
         if step is not None:
-            runner = self._virtual_runner
-            step_s = max(runner.step_s, self._host_s(runner.num_rows))
-            await self._device.compute(step_s)
+            await asyncio.sleep(self._virtual_runner.step_s)
             self._end_step(step, started_ns)
 
 

@@ -8,30 +8,14 @@ the other                                 the other
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError
 from specwire.v1 import draft_pb2
-
-_WAKING = ("wake_ms", "round_ms")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """So many times as long as on the machine where `Overheads` were fitted.
-
-    Attributes:
-        waking: until a process that sleeps goes on.
-        work: whatever takes processor time.
-    """
-
-    waking: float = 1.0
-    work: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,55 +23,23 @@ class Overheads:
     """What gRPC and Python take, in milliseconds.
 
     Attributes:
-        message_ms: processor time for each message that is sent or received; a process, and a machine's
-            cores, do one after the other.
+        message_ms: processor time for each message that is sent or received; a process does one after the
+            other, on a core of its own.
         wake_ms: until a process notices a message that has arrived, besides.
         round_ms: of the coordinator between the end of a round and the next one's first message, besides.
-        token_us: processor time of the coordinator, and of the client, for each token emitted.
         proposal_us: processor time of the draft service for each proposal, forks and bookkeeping included.
-        step_ms, row_us: processor time of a model service for a step, and for each row of logits in it;
-            when a step's device is done sooner, it takes as long as this.
-        num_cores: of the one machine that all processes share; 0 gives each process a core of its own.
     """
 
     message_ms: float = 0.0
     wake_ms: float = 0.0
     round_ms: float = 0.0
-    token_us: float = 0.0
     proposal_us: float = 0.0
-    step_ms: float = 0.0
-    row_us: float = 0.0
-    num_cores: int = 0
-
-    def at(self, pace: Pace) -> Overheads:
-        """On a machine of another pace."""
-        waking = {name: pace.waking * getattr(self, name) for name in _WAKING}
-        work = {
-            field.name: pace.work * getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in (*_WAKING, "num_cores")
-        }
-        return replace(self, **waking, **work)
-
-
-class Machine:
-    """Cores; each handles one message after the other."""
-
-    def __init__(self, num_cores: int) -> None:
-        self._free_at_s = [0.0] * num_cores
-
-    def work(self, earliest_s: float, work_s: float) -> float:
-        """When work that could begin then is done."""
-        done_s = max(earliest_s, self._free_at_s[0]) + work_s
-        heapq.heapreplace(self._free_at_s, done_s)
-        return done_s
 
 
 class Process:
     """A process whose event loop does one thing after the other."""
 
-    def __init__(self, machine: Machine, message_ms: float) -> None:
-        self._machine = machine
+    def __init__(self, message_ms: float) -> None:
         self._message_s = message_ms / 1e3
         self._free_at_s = 0.0
 
@@ -97,20 +49,8 @@ class Process:
 
     def work(self, now_s: float, work_s: float) -> float:
         """When work that came up now is done."""
-        self._free_at_s = self._machine.work(max(self._free_at_s, now_s), work_s)
+        self._free_at_s = max(self._free_at_s, now_s) + work_s
         return self._free_at_s
-
-
-class Hosts:
-    """Where processes run: all on one machine, or each on its own."""
-
-    def __init__(self, overheads: Overheads) -> None:
-        self._message_ms = overheads.message_ms
-        self._shared = Machine(overheads.num_cores) if overheads.num_cores else None
-
-    def process(self) -> Process:
-        """A new one."""
-        return Process(self._shared or Machine(1), self._message_ms)
 
 
 @dataclass(frozen=True, kw_only=True)

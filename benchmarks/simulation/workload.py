@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from benchmarks.simulation import virtual_time
-from benchmarks.simulation.system import Client, Group, Setting, World
+from benchmarks.simulation.system import Client, Setting, World
 from specwire.core import SamplingParams
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
@@ -30,10 +27,7 @@ def completions(
 
     async def main() -> list[list[generation_pb2.Completion]]:
         world = World(setting)
-        done = [
-            await asyncio.gather(*(_completion(world.groups[0], params) for params in batch))
-            for batch in batches
-        ]
+        done = [await asyncio.gather(*(_completion(world, params) for params in batch)) for batch in batches]
         world.check()
         return done
 
@@ -46,15 +40,11 @@ def tokens_per_s(completed: Sequence[generation_pb2.Completion]) -> float:
     return num_tokens / max(done.timing.total_ms for done in completed) * 1e3
 
 
-async def _completion(group: Group, params: SamplingParams) -> generation_pb2.Completion:
+async def _completion(world: World, params: SamplingParams) -> generation_pb2.Completion:
     client = Client()
-    await group.coordinator.generate(_request(params), client)
+    await world.coordinator.generate(client_wire.generate_request(None, params, PROMPT), client)
     assert client.completion is not None
     return client.completion
-
-
-def _request(params: SamplingParams) -> generation_pb2.GenerateRequest:
-    return client_wire.generate_request(None, params, PROMPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +53,17 @@ class Steady:
 
     Attributes:
         tokens_per_s: of all streams.
-        per_device: tokens/s of each target device.
-        token_ms_p50, token_ms_p99: of a stream's time for a token, its chunks' tokens counted alike.
-        gap_ms_p99: between two chunks of a stream.
-        acceptance_length: tokens a chunk.
         hit_rate: rounds whose proposal was there before it was asked for; of those with a proposal.
         num_draft_tokens: proposed a round on average.
-        target_busy, draft_busy: parts of the time that devices computed.
     """
 
     tokens_per_s: float
-    per_device: float
-    token_ms_p50: float
-    token_ms_p99: float
-    gap_ms_p99: float
-    acceptance_length: float
     hit_rate: float
     num_draft_tokens: float
-    target_busy: float
-    draft_busy: float
 
 
 def steady(setting: Setting, num_streams: int, *, warm_up_s: float, measured_s: float) -> Steady:
-    """Run `num_streams`, spread over the groups, for so long; their starts are spread over a pass."""
+    """Run `num_streams` for so long; their starts are spread over a pass."""
 
     async def main() -> Steady:
         counts = Counts()
@@ -93,21 +71,18 @@ def steady(setting: Setting, num_streams: int, *, warm_up_s: float, measured_s: 
         clients = [Client() for _ in range(num_streams)]
         tasks = [asyncio.create_task(_endless(world, client, i, setting)) for i, client in enumerate(clients)]
         await asyncio.sleep(warm_up_s)
-        devices = [group.verify.device for group in world.groups], [d.device for d in world.drafts]
-        before = [[device.busy_s for device in kind] for kind in devices]
         counts.start()
         await asyncio.sleep(measured_s)
         world.check()
         for task in tasks:
             if task.done():
                 task.result()
-        busy = [
-            float(np.mean([d.busy_s - b for d, b in zip(kind, past, strict=True)])) / measured_s
-            if kind
-            else 0
-            for kind, past in zip(devices, before, strict=True)
-        ]
-        return _summary(clients, counts, warm_up_s, measured_s, len(world.groups), busy)
+        num_tokens = sum(num for client in clients for at_s, num in client.arrivals if at_s >= warm_up_s)
+        return Steady(
+            tokens_per_s=num_tokens / measured_s,
+            hit_rate=counts.num_prepared / max(1, counts.num_drafting),
+            num_draft_tokens=counts.num_draft_tokens / max(1, counts.num_rounds),
+        )
 
     return virtual_time.run(main())
 
@@ -158,38 +133,7 @@ class _RoundSpan(tracing.Span):
 
 async def _endless(world: World, client: Client, index: int, setting: Setting) -> None:
     """One of many streams, with a text of its own."""
-    num_groups = len(world.groups)
-    await asyncio.sleep(setting.target.base_ms / 1e3 * (index // num_groups % _NUM_STARTS) / _NUM_STARTS)
+    await asyncio.sleep(setting.target.base_ms / 1e3 * (index % _NUM_STARTS) / _NUM_STARTS)
     params = SamplingParams(max_tokens=_ENDLESS, temperature=0, seed=index)
     prompt = [1, 2 + index]  # the next token depends on the last: a shared one makes all texts the same
-    await world.groups[index % num_groups].coordinator.generate(
-        client_wire.generate_request(None, params, prompt), client
-    )
-
-
-def _summary(
-    clients: Sequence[Client],
-    counts: Counts,
-    warm_up_s: float,
-    measured_s: float,
-    num_devices: int,
-    busy: Sequence[float],
-) -> Steady:
-    seen = [[(at, num) for at, num in client.arrivals if at >= warm_up_s] for client in clients]
-    num_tokens = sum(num for chunks in seen for _, num in chunks)
-    num_chunks = sum(map(len, seen))
-    gaps = np.array([b[0] - a[0] for chunks in seen for a, b in itertools.pairwise(chunks)])
-    tokens = np.array([b[1] for chunks in seen for _, b in itertools.pairwise(chunks)])
-    each = np.repeat(gaps / tokens, tokens) if len(gaps) else np.zeros(1)
-    return Steady(
-        tokens_per_s=num_tokens / measured_s,
-        per_device=num_tokens / measured_s / num_devices,
-        token_ms_p50=float(np.percentile(each, 50)) * 1e3,
-        token_ms_p99=float(np.percentile(each, 99)) * 1e3,
-        gap_ms_p99=float(np.percentile(gaps, 99)) * 1e3 if len(gaps) else 0.0,
-        acceptance_length=num_tokens / max(1, num_chunks),
-        hit_rate=counts.num_prepared / max(1, counts.num_drafting),
-        num_draft_tokens=counts.num_draft_tokens / max(1, counts.num_rounds),
-        target_busy=busy[0],
-        draft_busy=busy[1],
-    )
+    await world.coordinator.generate(client_wire.generate_request(None, params, prompt), client)

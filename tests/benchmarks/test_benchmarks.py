@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import curve, curve_report, measure, report, stats, systems, volume, widen, windows
+from benchmarks import curve, names, prompts, report, single, volume, widen
 from benchmarks.__main__ import Target, compare, measure_curve
 from benchmarks.batching import BatchOrder
-from benchmarks.curve import Burst, Curve
-from benchmarks.curve_systems import CONTINUOUS
+from benchmarks.curve import Curve
 from benchmarks.echo import EchoPair
-from benchmarks.measure import Comparison, Plan, Series
+from benchmarks.names import CONTINUOUS
 from benchmarks.peers import Generator, Order, Peer
-from benchmarks.systems import Sample, Work
-from specwire import embedded, tokenizer
-from specwire.completion import Timing
+from benchmarks.report import Bar
+from benchmarks.single import Comparison, Plan, Series
+from benchmarks.systems import Burst, Sample, Work
+from specwire import embedded
 from tests.support import tiny_models
 
 SHAPE = widen.Shape(hidden_size=96, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=112)
@@ -98,20 +99,10 @@ def test_the_widened_model_is_made_once(tmp_path: Path) -> None:
 
 def test_ratios_are_taken_within_a_repetition() -> None:
     """The machine halves its speed in the second repetition: the ratio does not notice."""
-    assert stats.ratios([30.0, 15.0, 33.0], [20.0, 10.0, 20.0]) == [1.5, 1.5, 1.65]
-    summary = stats.summarise([1.65, 1.5, 1.5])
+    assert report.ratios([30.0, 15.0, 33.0], [20.0, 10.0, 20.0]) == [1.5, 1.5, 1.65]
+    summary = report.summarise([1.65, 1.5, 1.5])
     assert (summary.median, summary.low, summary.high) == (1.5, 1.5, 1.65)
     assert summary.text(2) == "1.50 (1.50 to 1.65)"
-
-
-def test_ratios_need_as_many_of_both() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        stats.ratios([1.0, 2.0], [1.0])
-
-
-def test_own_time_is_that_of_the_coordinator_alone() -> None:
-    timing = Timing(total_ms=100, draft_ms=20, verify_ms=50, rule_ms=4, emit_ms=1, coordinator_ms=5)
-    assert systems.own_ms(timing) == 10
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -141,7 +132,7 @@ def test_repetitions_are_interleaved() -> None:
     log: list[tuple[str, int, int]] = []
     plan = Plan(num_repetitions=2, num_tokens=8, prompts=[[10], [20]])
     both = [_Scripted("a", log, 0.5), _Scripted("b", log, 0.25)]
-    done = measure.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)
+    done = single.compare("x", 1.0, both, plan, _NoEcho(), lambda text: None)
     assert log == [(name, seed, prompt) for seed, prompt, name in itertools.product((0, 1), (10, 20), "ab")]
     assert done.series["a"].tokens_per_s == [16, 16]
     assert done.series["b"].tokens_per_s == [32, 32]
@@ -157,7 +148,7 @@ def test_a_system_that_stops_early_is_not_counted_as_fast() -> None:
 
     plan = Plan(num_repetitions=1, num_tokens=8, prompts=[[10]])
     with pytest.raises(RuntimeError, match="made 1 tokens, not 8"):
-        measure.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)
+        single.compare("x", 0.0, [Short("a", [], 1.0)], plan, _NoEcho(), lambda text: None)
 
 
 def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
@@ -209,7 +200,7 @@ def test_all_systems_run_side_by_side() -> None:
     for comparison in comparisons:
         assert len(comparison.series) == 5
         assert all(series.tokens_per_s[0] > 0 for series in comparison.series.values())
-        assert 0 < comparison.series[systems.SPECWIRE].own_ms_per_round[0] < 100
+        assert 0 < comparison.series[names.SPECWIRE].own_ms_per_round[0] < 100
     greedy = [series.token_ids for series in comparisons[0].series.values()]
     assert greedy.count(greedy[0]) == 5
 
@@ -233,13 +224,6 @@ def _streams_plan(**changes: Any) -> curve.Plan:
     return dataclasses.replace(
         curve.Plan(num_streams=(1, 4), num_repetitions=2, num_tokens=8, least_requests=2), **changes
     )
-
-
-def test_few_streams_run_in_several_bursts() -> None:
-    plan = curve.Plan(num_streams=(1, 2, 4, 8), least_requests=4)
-    assert [plan.num_bursts(n) for n in plan.num_streams] == [4, 2, 1, 1]
-    assert plan.num_windows == 8
-    assert curve.Plan(num_streams=(1, 3), least_requests=4).num_windows == 6
 
 
 def test_bursts_are_interleaved_and_no_cache_meets_a_prompt_again() -> None:
@@ -272,10 +256,6 @@ def test_a_system_that_learns_has_the_load_for_a_while_first() -> None:
     assert len(set(sent)) == len(sent)
 
 
-def test_time_per_output_token_leaves_out_the_first() -> None:
-    assert curve.tpot_ms(first_s=0.1, end_s=0.5, num_tokens=5) == pytest.approx(100)
-
-
 def test_speculation_must_not_change_a_text_in_float32() -> None:
     class Other(_ScriptedStreams):
         def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
@@ -301,13 +281,12 @@ def test_a_short_stream_is_not_counted_as_fast() -> None:
 
 @pytest.mark.slow
 def test_windows_are_distinct() -> None:
-    loaded = tokenizer.load(embedded.TARGET_DIR)
-    assert loaded is not None
-    cut = windows.cut(loaded, 64)
+    cut = prompts.python_windows(64)
     assert len({tuple(window[:16]) for window in cut}) == 64  # distinct from the first page on
     assert {len(window) for window in cut} <= set(range(64, 101))
-    assert windows.cut(loaded, 64) == cut
-    assert all(0 < prompt[0] < loaded.vocab_size for prompt in windows.fresh(cut, 100))
+    assert prompts.python_windows(64) == cut
+    size = prompts.own_tokenizer().vocab_size
+    assert all(0 < prompt[0] < size for prompt in prompts.fresh(cut, 100))
 
 
 @pytest.mark.slow
@@ -329,19 +308,19 @@ def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
 def test_the_curve_runs_side_by_side() -> None:
     plan = _streams_plan(num_repetitions=1, num_tokens=6)
     done = measure_curve(_target(streams_plan=plan))
-    assert done.identical == {systems.NO_SPECULATION: 4, CONTINUOUS: 4}
+    assert done.identical == {names.NO_SPECULATION: 4, CONTINUOUS: 4}
     assert list(done.series) == [1, 4]
     for of_all in done.series.values():
-        assert list(of_all) == [systems.SPECWIRE, systems.NO_SPECULATION, systems.ASSISTED, CONTINUOUS]
+        assert list(of_all) == [names.SPECWIRE, names.NO_SPECULATION, names.ASSISTED, CONTINUOUS]
         assert all(series.tokens_per_s[0] > 0 < series.p99_tpot_ms[0] for series in of_all.values())
 
 
 def _curve(target: str, rates: dict[int, tuple[float, float, float, float]]) -> Curve:
-    names = (systems.SPECWIRE, systems.NO_SPECULATION, systems.ASSISTED, CONTINUOUS)
+    all_systems = (names.SPECWIRE, names.NO_SPECULATION, names.ASSISTED, CONTINUOUS)
     series = {
         n: {
             name: curve.Series([rate, 2 * rate, rate], [4.0, 6.0, 5.0])
-            for name, rate in zip(names, of_all, strict=True)
+            for name, rate in zip(all_systems, of_all, strict=True)
         }
         for n, of_all in rates.items()
     }
@@ -353,19 +332,15 @@ def test_the_report_of_the_curve(tmp_path: Path) -> None:
         _curve("embedded", {1: (950, 1000, 900, 800)}),
         _curve("widened", {1: (60, 20, 50, 20), 16: (300, 200, 50, 310)}),
     ]
-    text = curve_report.write({"CPU": "2 cores"}, curves, tmp_path)
+    text = curve.report({"CPU": "2 cores"}, curves).write(tmp_path)
     assert "| 1 | 950; 5.0 | 1,000; 5.0 | 900; 5.0 | 800; 5.0 | 0.95 (0.95 to 0.95) |" in text
     assert "| 1 | 60.0; 5.0 | 20.0; 5.0 | 50.0; 5.0 | 20.0; 5.0 | 3.00 (3.00 to 3.00) |" in text
-    assert [(bar.least, bar.verdict) for bar in curve_report.bars(curves)] == [
-        (5.0, "pass"), (1.0, "miss"), (0.98, "miss"), (0.98, "pass")
+    assert [(bar.limit, bar.verdict) for bar in curve.bars(curves)] == [
+        (5.0, "pass"), (1.0, "MISS"), (0.98, "MISS"), (0.98, "pass")
     ]  # fmt: skip
-    assert "| widened, 16 streams: × assisted | ≥ 5 | 6.00 | pass |" in text
-    assert {path.name for path in tmp_path.iterdir()} == {"curve.md", "curve.json", "curve.png"}
-
-
-def test_what_was_not_measured_is_neither_passed_nor_missed() -> None:
-    bars = curve_report.bars([_curve("widened", {1: (60, 20, 50, 20)})])
-    assert [bar.verdict for bar in bars] == ["not measured", "not measured", "pass"]
+    assert {path.name for path in tmp_path.iterdir()} == {"curve.md", "curve.json"}
+    of_one = curve.bars([_curve("widened", {1: (60, 20, 50, 20)})])
+    assert [bar.verdict for bar in of_one] == ["not measured", "not measured", "pass"]
 
 
 # --- bytes and report -----------------------------------------------------------------------------
@@ -379,24 +354,33 @@ def test_bytes_of_a_round_with_a_large_vocabulary() -> None:
 
 def test_the_report_compares_with_the_better_assisted_setting(tmp_path: Path) -> None:
     rates = {
-        systems.PLAIN: 10.0,
-        systems.ASSISTED: 12.0,
-        systems.ASSISTED_CONSTANT: 20.0,
-        systems.SPECWIRE: 30.0,
+        names.PLAIN: 10.0,
+        names.ASSISTED: 12.0,
+        names.ASSISTED_CONSTANT: 20.0,
+        names.SPECWIRE: 30.0,
     }
     series = {
         name: Series([rate] * 3, [2.0] * 3, [0.5] * 3, [[1, 2], [3, 4]]) for name, rate in rates.items()
     }
     comparison = Comparison("x target", 0.0, 2, series, [0.25] * 3)
-    results = report.Results(
-        machine={"CPU": "2 cores"},
-        assisted_tokens=5,
-        comparisons=[comparison],
-        volumes={"greedy": volume.Volume(model_bytes=200, client_bytes=30, num_draft_tokens=5)},
-        synthetic_bytes={"rejection": 34_000},
-    )
-    assert report.best_assisted(comparison) == systems.ASSISTED_CONSTANT
-    text = report.write(results, tmp_path)
+    assert comparison.best_assisted == names.ASSISTED_CONSTANT
+    text = single.report({"CPU": "2 cores"}, [comparison]).write(tmp_path)
     assert "| specwire | 30.0 (30.0 to 30.0) | 3.00 (3.00 to 3.00) | 1.50 (1.50 to 1.50) | 2.00 |" in text
     assert "2.00 (2.00 to 2.00) |" in text  # own time against two echoes
-    assert {path.name for path in tmp_path.iterdir()} == {"cpu.md", "cpu.json", "cpu.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"cpu.md", "cpu.json"}
+
+
+def test_a_limit_is_kept_missed_or_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bars = [
+        Bar(what="memory", measured=3.0, limit=4.0, unit="MiB"),
+        Bar(what="speed", measured=0.5, limit=0.9, at_least=True),
+        Bar(what="heat", measured=None, limit=1.0),
+    ]
+    found = report.Report(name="x", title="X", machine={"CPU": "2"}, bars=bars, details="", data={"a": 1})
+    assert found.finish(tmp_path) == 1
+    text = (tmp_path / "x.md").read_text()
+    assert text in capsys.readouterr().out
+    assert "| memory | 3 MiB | at most 4 MiB | pass |" in text
+    assert "| speed | 0.5 | at least 0.9 | MISS |" in text
+    assert "| heat | – | at most 1 | not measured |" in text
+    assert json.loads((tmp_path / "x.json").read_text())["a"] == 1

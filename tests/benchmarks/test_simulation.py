@@ -1,4 +1,4 @@
-"""The simulator: deterministic, true to the closed forms, and near the running system."""
+"""The simulator: deterministic, and true to the closed forms."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.simulation import validation, virtual_time, workload
+from benchmarks.simulation import controller, virtual_time, workload
 from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
 from benchmarks.simulation.devices import StepCost
-from benchmarks.simulation.network import Link, Pace
+from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Setting
 from specwire import SamplingParams
 from specwire.engine.emulated import EmulatedModel
@@ -162,27 +162,9 @@ def test_a_full_target_is_never_slower_for_speculation() -> None:
     assert chosen.num_draft_tokens < 0.3
 
 
-@pytest.mark.slow
-def test_the_pace_is_what_plain_decoding_shows() -> None:
-    """Rates of a machine whose pace is known, as if they had been measured."""
-    point = validation.Point(num_draft_tokens=3, num_streams=4)
-    grid = validation.Grid(alpha=0.8, draft_ms=2, rtt_ms=0, num_outcomes=0, points=(point,))
-    for pace in (Pace(waking=1.6, work=0.7), Pace(waking=0.8, work=1.9)):
-        one, many = validation.simulate(grid, pace)[1:3]
-        found = validation.pace_of(grid, [one, many])
-        assert found.work == pytest.approx(pace.work, rel=0.03)
-        assert found.waking == pytest.approx(pace.waking, rel=0.03)
-
-
-@pytest.mark.slow
-def test_the_running_system_is_near() -> None:
-    """A generous bound: others may use the machine while this runs."""
-    grid = validation.Grid(
-        alpha=0.8,
-        draft_ms=2,
-        rtt_ms=0,
-        num_outcomes=0,
-        points=(validation.Point(num_draft_tokens=3, num_tokens=60),),
-    )
-    (compared,) = validation.compare([grid], lambda: None, 1, lambda _: None)
-    assert 0.9 < compared.ratio < 1.4
+def test_the_referee_compares_what_is_chosen_with_fixed_lengths() -> None:
+    (found,) = controller.explore([controller.Text(alpha=0.8)], [0.0], 60, lambda _: None)
+    assert found.best_length in controller.FIXED
+    assert 0.5 < found.of_best < 3  # trees are chosen, too
+    assert [bar.measured for bar in controller.bars([found])] == [found.of_best, None, found.of_plain]
+    assert f"(γ = {found.best_length})" in controller.details([found])

@@ -65,7 +65,7 @@ def generated(setting: Setting, params: SamplingParams) -> tuple[list[int], gene
     async def main() -> Any:
         world, reader = World(setting), Reader()
         request = client_wire.generate_request(None, params, (PROMPT_TOKEN,))
-        await world.groups[0].coordinator.generate(request, reader)
+        await world.coordinator.generate(request, reader)
         world.check()
         assert reader.completion is not None
         return reader.token_ids, reader.completion.speculation

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import vocabularies as pairs
+from benchmarks import drafts as pairs
 from benchmarks.embedded import corpus
 from draft_service.drafter import DraftDecider, Question
 from draft_service.scores import SharedScores

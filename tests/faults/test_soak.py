@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.cancels import Engines, idle_after_s
 from benchmarks.processes import Devices
 from specwire import AsyncClient
 from specwire.cli.supervisor import Stack
 from tests.support import report
+from tests.support.cancels import Engines, idle_after_s
 from tests.support.effort import CHAOS, sized
 from tests.support.load import Load
 

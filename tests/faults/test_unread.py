@@ -15,7 +15,6 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from benchmarks.cancels import Engines, idle_after_s
 from benchmarks.processes import Devices
 from specwire import AsyncClient, GenerationIdleError, RetryPolicy, Rule, SamplingParams, StreamIdleError
 from specwire.cli.supervisor import Stack
@@ -27,6 +26,7 @@ from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2_grpc
 from specwire.wire import client as client_wire
 from tests.support import report
+from tests.support.cancels import Engines, idle_after_s
 from tests.support.effort import sized
 from tests.support.fronts import front
 

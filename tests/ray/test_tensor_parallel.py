@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from benchmarks import rank_memory
 from benchmarks.ranks import run_ranks
 from specwire import AsyncClient, Client, Completion, ConfigError, ModelLoadError, Rule, SamplingParams
 from specwire.config.services import VerifyConfig
@@ -33,7 +32,7 @@ from specwire.engine.model import loading
 from specwire.engine.model.graphs import EagerReplay
 from specwire.engine.model.runner import ModelRunner
 from specwire.tree import TokenTree
-from tests.support import texts
+from tests.support import rank_memory, texts
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.processes import END_S, gone, running, wait_until

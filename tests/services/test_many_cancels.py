@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from benchmarks.cancels import Engines, Plan, cancel_wave, idle_after_s
 from benchmarks.processes import Devices
 from coordinator.generation import Generation
 from specwire import AsyncClient
 from specwire.engine.jobs import Job, TokenSequence
+from tests.support.cancels import Engines, Plan, cancel_wave, idle_after_s
 from tests.support.harness import LocalStack, local_stack, started_services
 
 PLAN = Plan(num_together=100, max_tokens=32, devices=Devices(target_ms=2.0, draft_ms=0.2))

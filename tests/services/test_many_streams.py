@@ -7,11 +7,11 @@ import dataclasses
 
 import pytest
 
-from benchmarks import streams
-from benchmarks.streams import Faults, Plan
 from specwire import Fate, Token
 from specwire.completion import Chunk, Completion
+from tests.support import streams
 from tests.support.harness import local_stack, started_services
+from tests.support.streams import Faults, Plan
 
 PLAN = Plan(num_streams=200, num_tokens=32)
 NUM_ALONE = 8

@@ -1,16 +1,13 @@
-"""`python -m benchmarks.rank_memory`: how much memory a rank takes while it loads its shard.
+"""How much memory a rank takes while it loads its shard, and, as a control, the whole model.
 
-Plain processes as ranks, gloo, random weights in several safetensors files, computed in float32. A thread of
-each rank reads once a millisecond how much memory its process has of its own, and how much together with the
-pages of files that it has mapped. Then, as a control, each rank loads the whole model in the same way.
+A thread of each rank reads once a millisecond how much memory its process has of its own, and how much
+together with the pages of files that it has mapped.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +16,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from benchmarks.bars import Bar, Report, machine
-from benchmarks.ranks import run_ranks
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.model import loading
 
@@ -28,7 +23,6 @@ BUFFER_BYTES = 16 << 20
 """What a rank may take beside its shard, whatever the size of the model: buffers, and what the pass takes
 that compares its logits."""
 _SAMPLE_S = 0.001
-_MIB = 1 << 20
 
 
 class Taken(NamedTuple):
@@ -131,71 +125,3 @@ def _taken(load: Callable[[], Any]) -> Taken:
         model = load()
     weights = {id(weight): weight.numel() * weight.element_size() for weight in model.parameters()}
     return Taken(sum(weights.values()), *peak.num_bytes)
-
-
-def _row(stored: str, num_ranks: int, rank: int, shard: Taken, whole: Taken) -> str:
-    sizes = " | ".join(f"{size / _MIB:.0f}" for size in (*shard, *whole))
-    return f"| {stored} | {num_ranks} | {rank} | {sizes} |"
-
-
-_EXPLANATION = """
-*Its own* is memory that no file stands for: what a rank holds and cannot be taken back. Weights that are
-stored as they are computed stay in the mapped file, but for those that are cut across; converted ones are all
-its own. Mapped pages are the page cache's: all ranks of a machine share them, and the system takes them back
-when it needs room. A rank touches more of them than its shard has: what is cut across lies side by side.
-"""
-
-
-def main() -> None:
-    """Measure two and four ranks, and write what was found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_memory", description=__doc__)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
-    args = parser.parse_args()
-    rows, data = [], {}
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        tiny = save_model(root / "tiny", "float32", num_layers=1, width=64, file_size="1GB")
-        for stored in ("float32", "bfloat16"):
-            source = save_model(
-                root / stored, stored, num_layers=args.layers, width=args.width, file_size="100MB"
-            )
-            for num_ranks in (2, 4):
-                found = run_ranks(num_ranks, loaded_on_ranks, str(source), str(tiny))
-                rows += [_row(stored, num_ranks, rank, *taken) for rank, taken in enumerate(found)]
-                data[f"{stored}, {num_ranks} ranks"] = [
-                    {"shard": shard._asdict(), "whole": whole._asdict()} for shard, whole in found
-                ]
-    shards = [one["shard"] for taken in data.values() for one in taken]
-    result = Report(
-        name="rank_memory",
-        title="What a rank takes while it loads",
-        machine=machine(),
-        about=f"{next(iter(data.values()))[0]['whole']['weights'] / _MIB:.0f} MiB of weights as float32, in "
-        "safetensors files of at most 100 MB; MiB over what the process had before.",
-        bars=[
-            Bar(
-                what="memory of its own that a rank takes over its shard, most of all ranks",
-                measured=max(one["own"] - one["weights"] for one in shards) / _MIB,
-                limit=BUFFER_BYTES / _MIB,
-                unit="MiB",
-            )
-        ],
-        details="\n".join(
-            [
-                "| stored as | ranks | rank | shard | its own | with mapped pages "
-                "| control: whole model | its own | with mapped pages |",
-                "|---|---|---|---|---|---|---|---|---|",
-                *rows,
-            ]
-        )
-        + "\n"
-        + _EXPLANATION,
-        data=data,
-    )
-    print(result.write(args.out))
-
-
-if __name__ == "__main__":
-    main()

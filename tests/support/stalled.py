@@ -1,4 +1,4 @@
-"""`python -m benchmarks.stalled`: what one reader that stalls costs the others.
+"""What one reader that stalls costs the others.
 
 Emulated devices in processes of their own; this process holds the clients. A number of readers read without
 end. Beside them, in every other phase, is one more that reads a single chunk and then nothing. The number
@@ -8,15 +8,14 @@ their order alternates, so that whatever else the machine does meets both kinds 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from benchmarks.stats import Summary, ratios, summarise
+from benchmarks.report import Summary, ratios, summarise
 from specwire import AsyncClient, SamplingParams
 from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
@@ -56,24 +55,12 @@ class Gaps:
     @property
     def ratio(self) -> Summary:
         """How much longer the 99th percentile is beside a stalled reader, pair by pair."""
-        return summarise(ratios(p99s(self.beside_stalled), p99s(self.alone)))
-
-    @property
-    def pooled_ratio(self) -> float:
-        """The same of all phases taken together."""
-        return p99([gap for gaps in self.beside_stalled for gap in gaps]) / p99(
-            [gap for gaps in self.alone for gap in gaps]
-        )
+        return summarise(ratios(list(map(p99, self.beside_stalled)), list(map(p99, self.alone))))
 
 
 def p99(values: Sequence[float]) -> float:
     """The least value that 99 % of them do not exceed."""
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
-
-
-def p99s(phases: Sequence[Sequence[float]]) -> list[float]:
-    """Of each phase."""
-    return [p99(phase) for phase in phases]
 
 
 class Readers:
@@ -159,24 +146,3 @@ def measure(plan: Plan) -> Gaps:
     )
     with Stack(config) as stack:
         return asyncio.run(compare(stack.address, plan))
-
-
-def _parse() -> Plan:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stalled", description=__doc__)
-    for entry in fields(Plan):
-        parser.add_argument(f"--{entry.name}", type=type(entry.default), default=entry.default)
-    return Plan(**vars(parser.parse_args()))
-
-
-def main() -> None:
-    """Print the 99th percentiles and their ratio: medians over phases, least and greatest."""
-    plan = _parse()
-    found = measure(plan)
-    print(f"p99 gap between chunks of {plan.readers} readers, in ms ({plan.pairs} pairs of phases)")
-    print(f"  alone                    {summarise(p99s(found.alone)).text(1)}")
-    print(f"  beside a stalled reader  {summarise(p99s(found.beside_stalled)).text(1)}")
-    print(f"  ratio                    {found.ratio.text(3)}; all phases together {found.pooled_ratio:.3f}")
-
-
-if __name__ == "__main__":
-    main()
