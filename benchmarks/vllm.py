@@ -1,0 +1,181 @@
+"""`python -m benchmarks.vllm`: default flags beside vLLM's CPU build, both by OpenAI's API, in turns.
+
+`make peers` installs vLLM in an environment of its own. All servers of a pair are up at the same time, and
+those that are not asked are idle. vLLM's threads are told not to spin (KMP_BLOCKTIME=0), for its own good too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+
+from benchmarks.choice import NUM_TOKENS, config_of
+from benchmarks.prompts import PROMPTS
+from benchmarks.report import RESULTS, Report, machine, table
+from specwire import SamplingParams, embedded
+from specwire.cli.bench.backends import Attempt, OpenAIServer
+from specwire.cli.bench.prompts import Prompt
+from specwire.cli.supervisor import Stack
+from specwire.config.models import EMBEDDED
+
+PYTHON = Path("build/peers/bin/python")
+OURS, OFF, VLLM = "specwire", "specwire without drafts", "vLLM"
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "KMP_BLOCKTIME": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+_START_S, _MODEL = 300.0, "model"
+_WARM_TURNS = 3
+PARAMS = {"greedy": SamplingParams(temperature=0.0), "T = 1": SamplingParams()}
+
+
+@contextlib.contextmanager
+def vllm(target: str, draft: str, dtype: str, num_draft_tokens: int) -> Iterator[str]:
+    """vLLM's server; yields its base URL, and ends it.
+
+    Args:
+        num_draft_tokens: of its own draft model; 0 for none.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--model", target, "--served-model-name", _MODEL, "--dtype", dtype, "--port", str(port)]
+    if num_draft_tokens:
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": num_draft_tokens}
+        flags += ["--speculative-config", json.dumps(speculation)]
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *flags, "--max-model-len", "1024"]
+    with open(f"build/vllm-{num_draft_tokens}.log", "w") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, **_ENVIRONMENT}, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        _wait(f"http://127.0.0.1:{port}/health", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 15)
+        process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+    due_s = time.monotonic() + _START_S
+    while time.monotonic() < due_s and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(0.5)
+    raise RuntimeError(f"vLLM did not start within {_START_S:g} s: see build/vllm-*.log")
+
+
+@contextlib.asynccontextmanager
+async def server(url: str, model: str) -> AsyncIterator[OpenAIServer]:
+    """What requests are sent to."""
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
+        yield OpenAIServer(client, "/v1/completions", model, is_chat=False)
+
+
+async def rate(asked: OpenAIServer, params: SamplingParams, num_streams: int, turn: int) -> float:
+    """Tokens a second of so many requests at once."""
+    began_s, attempts = time.monotonic(), [Attempt() for _ in range(num_streams)]
+    await asyncio.gather(
+        *(
+            asked.send(
+                Prompt(text=PROMPTS[(turn + i) % len(PROMPTS)]),
+                replace(params, seed=turn * num_streams + i),
+                attempt,
+                time.monotonic,
+            )
+            for i, attempt in enumerate(attempts)
+        )
+    )
+    return sum(each.num_output_tokens for each in attempts) / (time.monotonic() - began_s)
+
+
+async def measure(urls: dict[str, tuple[str, str]], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Tokens a second by point and system: medians over the turns."""
+    found: dict[str, dict[str, float]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        servers = {
+            name: await stack.enter_async_context(server(url, model)) for name, (url, model) in urls.items()
+        }
+        for kind, params in PARAMS.items():
+            asked = replace(params, max_tokens=NUM_TOKENS, ignore_eos=True)
+            for num_streams in args.streams:
+                rates: dict[str, list[float]] = {name: [] for name in servers}
+                for turn in range(_WARM_TURNS + args.turns):
+                    for name, each in servers.items():
+                        rates[name].append(await rate(each, asked, num_streams, turn))
+                medians = {name: statistics.median(each[_WARM_TURNS:]) for name, each in rates.items()}
+                found[f"{kind}, {num_streams}"] = medians
+                print(kind, num_streams, {name: round(each) for name, each in medians.items()}, flush=True)
+    return found
+
+
+def measured(pair: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """All points of a pair."""
+    config = replace(config_of(pair), http_address="127.0.0.1:0")
+    target = str(embedded.TARGET_DIR) if pair == EMBEDDED else config.target
+    dtype = "float32" if pair == EMBEDDED else "bfloat16"
+    with contextlib.ExitStack() as stack:
+        urls = {}
+        for num in (0, *args.lengths):
+            url = stack.enter_context(vllm(target, str(embedded.DRAFT_DIR), dtype, num))
+            urls[f"{VLLM}, {num} tokens" if num else VLLM] = url, _MODEL
+        for name, changed in ((OURS, config), (OFF, replace(config, num_draft_tokens="0"))):
+            ours = stack.enter_context(Stack(changed))
+            assert ours.http is not None
+            urls[name] = f"http://{ours.http.address}", Path(config.target).name
+        return asyncio.run(measure(urls, args))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__)
+    parser.add_argument("--pairs", nargs="+", default=["widened", EMBEDDED], choices=["widened", EMBEDDED])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[2, 4, 6, 8], help="of vLLM's own drafts")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    if not PYTHON.exists():
+        parser.error("vLLM is not installed: make peers")
+    data = {pair: measured(pair, args) for pair in args.pairs}
+    systems = [*next(iter(next(iter(data.values())).values()))]
+    rows = []
+    for pair, points in data.items():
+        for point, rates in points.items():
+            best = max((name for name in rates if name.startswith(VLLM)), key=rates.__getitem__)
+            ratio = f"{rates[OURS] / rates[best]:.2f} ({best})"
+            rows.append([pair, point, *(f"{rates[name]:.0f}" for name in systems), ratio])
+    head = ["pair", "sampling, streams", *systems, f"{OURS} / vLLM's best"]
+    about = "Tokens/s, all streams together; medians of turns, after three that warm up."
+    report = Report(
+        name="vllm",
+        title="Beside vLLM",
+        machine=machine(),
+        about=about,
+        details=table(head, rows),
+        data={"rates": data},
+    )
+    return report.finish(args.out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
