@@ -1,7 +1,7 @@
 """`python -m benchmarks.vllm`: default flags beside vLLM's CPU build, both by OpenAI's API, in turns.
 
 `make peers` installs vLLM in an environment of its own. All servers of a pair are up at the same time, and
-those that are not asked are idle. vLLM's threads are told not to spin (KMP_BLOCKTIME=0), for its own good too.
+those that are not asked are idle. vLLM's threads are told not to spin (KMP_BLOCKTIME=0), as suits it too.
 """
 
 from __future__ import annotations
