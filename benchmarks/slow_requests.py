@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from PIL import Image
-
 from benchmarks.bars import Bar, Report, machine
 from specwire import Client, Rule, SamplingParams
-from specwire.cli import main as cli
 from specwire.cli.supervisor import Stack
-from specwire.cli.timeline import layout
+from specwire.cli.timeline import layout, picture
 from specwire.cli.timeline.generation import GenerationTrace, generations
 from specwire.cli.timeline.layout import Timeline
 from specwire.cli.timeline.receiver import Receiver
-from specwire.cli.timeline.spans import save
 from specwire.completion import Stage
 from specwire.config.stack import UpConfig
 
@@ -35,8 +30,6 @@ LONG_PROMPT = [5, 6, 7] * 500
 _BESIDE_S, _READ_S = 0.1, 0.2
 _HANGS_AFTER, _HANGS_S = 3, 0.9
 """Rounds, one a chunk; then seconds, less than the coordinator waits for a proposal."""
-_COLOURS = 256
-"""Of a picture, which is half as large then."""
 
 Run = Callable[[Stack, Client], None]
 
@@ -50,7 +43,7 @@ class Case:
         blamed: the stage that should be the largest.
         run: generates; the request that spent most in `blamed` is drawn.
         environ: of the services.
-        rounds: what is drawn; None for all.
+        rounds: what is drawn; None for those in the middle.
     """
 
     name: str
@@ -59,7 +52,7 @@ class Case:
     config: UpConfig
     run: Run
     environ: Mapping[str, str] = field(default_factory=dict)
-    rounds: str | None = None
+    rounds: range | None = None
 
 
 def stack(target: str, draft: str, *, num_outcomes: str = "0", draft_rtt_ms: float = 0.0) -> UpConfig:
@@ -149,7 +142,7 @@ CASES = (
         blamed=Stage.FAILOVER,
         config=stack("step_ms=30", "step_ms=2,alpha=0.8"),
         run=draft_hangs_and_dies,
-        rounds="0:10",
+        rounds=range(10),
     ),
     Case(
         name="slow-client",
@@ -181,15 +174,10 @@ def measure(case: Case) -> GenerationTrace:
 
 
 def draw(case: Case, generation: GenerationTrace, pictures: Path) -> None:
-    """Write its picture with `specwire timeline`."""
-    picture = pictures / f"{case.name}.png"
-    with tempfile.TemporaryDirectory() as folder:
-        spans = Path(folder) / "spans.json"
-        save(spans, generation.spans)
-        part = ["--rounds", case.rounds] if case.rounds else []
-        cli.main(["timeline", str(spans), *part, "--out", str(picture)])
-    with Image.open(picture) as drawn:
-        drawn.convert("RGB").quantize(_COLOURS).save(picture, optimize=True)
+    """Write its picture, as `specwire timeline` does."""
+    rounds = case.rounds or picture.middle(layout.make(generation))
+    drawn = picture.render(layout.make(generation, rounds))
+    (pictures / f"{case.name}.svg").write_text(drawn, encoding="utf-8")
 
 
 def bars(case: Case, timeline: Timeline) -> list[Bar]:

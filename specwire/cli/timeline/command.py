@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.cli.timeline import layout, page, perfetto, picture
+from specwire.cli.timeline import layout, perfetto, picture
 from specwire.cli.timeline import spans as span_files
 from specwire.cli.timeline.generation import GenerationTrace, choose, generations, is_complete
-from specwire.cli.timeline.layout import Timeline
 from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config import extras
 from specwire.config.fields import split_address
@@ -33,13 +31,13 @@ if TYPE_CHECKING:
 _ABOUT = "draw a timeline of one generation from its spans"
 _EXAMPLES = """\
 examples:
-  specwire timeline spans.json                        OTLP JSON (or Jaeger's) to timeline.html
-  specwire timeline spans.json --rounds 8:16 --out a  a.html and a.png of rounds 8 to 15
+  specwire timeline spans.json                        OTLP JSON (or Jaeger's) to timeline.svg
+  specwire timeline spans.json --rounds 8:40          rounds 8 to 39; the picture is as wide as they need
   specwire timeline --live --prompt "import os"       start everything, generate, draw that
   specwire timeline --receive 0.0.0.0:4317            be the collector of services that run
                                                       elsewhere; draw their next generation
 """
-_SUFFIXES = (".html", ".png")
+_ROUNDS = f"show rounds A to B - 1 (default: all, and in the picture the {picture.MAX_ROUNDS} in the middle)"
 _SETTLE_S = 15.0
 """Wait for the services' spans after the root: exporters send every 5 s by default."""
 
@@ -53,38 +51,25 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_source_flags(timeline)
-    timeline.add_argument(
-        "--trace-id", default="", metavar="HEX", help="which generation, if there are several"
-    )
-    timeline.add_argument("--rounds", type=_rounds, metavar="A:B", help="show rounds A to B - 1 only")
-    timeline.add_argument(
-        "--out",
-        type=Path,
-        default=Path("timeline.html"),
-        metavar="NAME",
-        help="NAME.html a page, NAME.png a picture, other names both (default timeline.html)",
-    )
-    timeline.add_argument(
-        "--perfetto", type=Path, metavar="FILE", help="write it for ui.perfetto.dev too (Trace Event JSON)"
-    )
-    timeline.add_argument("--save", type=Path, metavar="FILE", help="keep the spans drawn as OTLP JSON lines")
-    add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
-    omit = ("rule", "num_draft_tokens", "max_depth", "draft")
-    add_sampling_flags(timeline, omit=omit, max_tokens=64)
-    return timeline
-
-
-def _add_source_flags(timeline: argparse.ArgumentParser) -> None:
     source = timeline.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE", help="spans, as the collector writes them"
-    )
+    about = "spans, as the collector writes them"
+    source.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
     source.add_argument("--live", action="store_true", help="run the three services here and generate once")
     source.add_argument("--receive", metavar="HOST:PORT", help="wait there for a generation's spans")
     prompt = timeline.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue, with --live")
     prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="the prompt as token ids")
+    about = "which generation, if there are several"
+    timeline.add_argument("--trace-id", default="", metavar="HEX", help=about)
+    timeline.add_argument("--rounds", type=_rounds, metavar="A:B", help=_ROUNDS)
+    about = "the picture, an SVG that browsers open (default timeline.svg)"
+    timeline.add_argument("--out", type=Path, default=Path("timeline.svg"), metavar="FILE", help=about)
+    about = "write it for ui.perfetto.dev too (Trace Event JSON)"
+    timeline.add_argument("--perfetto", type=Path, metavar="FILE", help=about)
+    add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
+    omit = ("rule", "num_draft_tokens", "max_depth", "draft")
+    add_sampling_flags(timeline, omit=omit, max_tokens=64)
+    return timeline
 
 
 def _rounds(text: str) -> range:
@@ -105,46 +90,26 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: an invalid flag or file; output paths are checked before anything runs.
         SpecwireError: the services did not start, or the generation failed.
     """
-    outs = _outs(args.out)
-    _check(args, outs)
+    _check(args)
     generation = _generation(args)
-    if args.save:
-        _write("--save", args.save, partial(span_files.save, spans=generation.spans))
     whole = layout.make(generation, args.rounds)
-    _draw(generation, whole, outs)
+    _write("--out", args.out, picture.render(layout.make(generation, args.rounds or picture.middle(whole))))
     if args.perfetto:
-        _write("--perfetto", args.perfetto, partial(perfetto.write, timeline=whole))
-        outs.append(args.perfetto)
-    print(*outs, sep="\n")
+        _write("--perfetto", args.perfetto, json.dumps(perfetto.document(whole)))
     return 0
 
 
-def _outs(out: Path) -> list[Path]:
-    if out.suffix in _SUFFIXES:
-        return [out]
-    return [out.with_name(out.name + suffix) for suffix in _SUFFIXES]
-
-
-def _check(args: argparse.Namespace, outs: Sequence[Path]) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Check flags now, rather than after the generation."""
-    for flag, path in [
-        *(("--out", out) for out in outs),
-        ("--perfetto", args.perfetto),
-        ("--save", args.save),
-    ]:
+    for flag, path in [("--out", args.out), ("--perfetto", args.perfetto)]:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{flag} {path}: cannot be written")
-    if any(out.suffix == ".png" for out in outs):
-        picture.check()
     if not args.live:
         _check_without_live(args)
 
 
 def _check_without_live(args: argparse.Namespace) -> None:
-    fields: list[dataclasses.Field[Any]] = [
-        *dataclasses.fields(LiveConfig),
-        *dataclasses.fields(SamplingParams),
-    ]
+    fields = (*dataclasses.fields(LiveConfig), *dataclasses.fields(SamplingParams))
     given = [field.name for field in fields if field.name in args and field.name != "max_tokens"]
     given += [name for name in ("prompt", "token_ids") if getattr(args, name) is not None]
     if given:
@@ -229,26 +194,9 @@ def _receiver(address: str) -> Receiver:
     return Receiver(address)
 
 
-def _draw(generation: GenerationTrace, whole: Timeline, outs: Sequence[Path]) -> None:
-    for out in outs:
-        if out.suffix == ".html":
-            _write("--out", out, partial(page.write, timeline=whole))
-        else:
-            shown = _readable(generation, whole)
-            _write("--out", out, partial(picture.draw, shown=shown, whole=whole))
-
-
-def _readable(generation: GenerationTrace, whole: Timeline) -> Timeline:
-    """The rounds in the middle, if all of them would be too narrow; the first ones are not typical."""
-    most = picture.MAX_READABLE_ROUNDS
-    if len(whole.rounds) <= most:
-        return whole
-    first = whole.rounds[(len(whole.rounds) - most) // 2].number
-    return layout.make(generation, range(first, first + most))
-
-
-def _write(flag: str, path: Path, write: Callable[[Path], object]) -> None:
+def _write(flag: str, path: Path, text: str) -> None:
     try:
-        write(path)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None
+    print(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from specwire.cli.timeline.spans import RecordedSpan
@@ -43,18 +43,15 @@ def generations(spans: Iterable[RecordedSpan]) -> list[GenerationTrace]:
     return sorted(found, key=lambda generation: generation.root.start_ns)
 
 
-def _generations(of_trace: Mapping[str, RecordedSpan]) -> list[GenerationTrace]:
+def _generations(of_trace: Mapping[str, RecordedSpan]) -> Iterator[GenerationTrace]:
     children: dict[str, list[RecordedSpan]] = defaultdict(list)
     for span in of_trace.values():
         children[span.parent_id].append(span)
     roots = [span for span in of_trace.values() if span.name == names.GENERATE]
-    num_lost = sum(span.parent_id not in of_trace for span in of_trace.values() if span.name in _BENEATH)
-    return [
-        GenerationTrace(
-            root=root, spans=_descendants(root, children), num_lost=num_lost if len(roots) == 1 else 0
-        )
-        for root in roots
-    ]
+    lost = [span for span in of_trace.values() if span.name in _BENEATH and span.parent_id not in of_trace]
+    for root in roots:
+        num_lost = len(lost) if len(roots) == 1 else 0
+        yield GenerationTrace(root=root, spans=_descendants(root, children), num_lost=num_lost)
 
 
 def _descendants(root: RecordedSpan, children: Mapping[str, Sequence[RecordedSpan]]) -> list[RecordedSpan]:

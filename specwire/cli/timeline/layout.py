@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from specwire.cli.timeline.generation import (
@@ -80,51 +80,19 @@ class Mark(StrEnum):
 
 SIGNS = {Mark.HIT: "✓", Mark.BEGUN: "◐", Mark.MISS: "✗", Mark.LOST: "!", Mark.PLAIN: "–"}
 
-#: The lane of each kind and its row there, before empty rows are removed.
-_PLACES = {
-    BarKind.ROUND: (Lane.COORDINATOR, 0),
-    BarKind.ADMISSION: (Lane.COORDINATOR, 0),
-    BarKind.OUTSIDE: (Lane.COORDINATOR, 0),
-    BarKind.ACCEPT: (Lane.COORDINATOR, 1),
-    BarKind.EVENT: (Lane.COORDINATOR, 1),
-    BarKind.DRAFT_QUEUE: (Lane.DRAFT, 0),
-    BarKind.DRAFT_FORWARD: (Lane.DRAFT, 0),
-    BarKind.DRAFT_HANDLING: (Lane.DRAFT, 0),
-    BarKind.DRAFT_UNANSWERED: (Lane.DRAFT, 0),
-    BarKind.DRAFT_PREPARE: (Lane.DRAFT, 1),
-    BarKind.VERIFY_QUEUE: (Lane.VERIFY, 0),
-    BarKind.VERIFY_FORWARD: (Lane.VERIFY, 0),
-    BarKind.VERIFY_HANDLING: (Lane.VERIFY, 0),
-    BarKind.VERIFY_UNANSWERED: (Lane.VERIFY, 0),
-    BarKind.NETWORK: (Lane.NETWORK, 0),
-    BarKind.UNKNOWN: (Lane.NETWORK, 0),
-    BarKind.FAILED: (Lane.NETWORK, 0),
+_SECOND_ROW = (BarKind.ACCEPT, BarKind.EVENT, BarKind.DRAFT_PREPARE)
+"""Beneath the others of their lane."""
+_FINER = ("draft.queue", "draft.forward", "verify.queue", "verify.forward")
+"""Spans of services with `--trace-detail` only."""
+_DRAFTING, _VERIFYING = (BarKind.DRAFT_FORWARD, BarKind.DRAFT_PREPARE), (BarKind.VERIFY_FORWARD,)
+_PARTS = {
+    names.QUEUE_MS: "_queue",
+    names.FORWARD_MS: "",
+    names.HANDLING_MS: "",
+    names.NETWORK_MS: "_network",
 }
-_OWN_SPANS = (
-    BarKind.ROUND,
-    BarKind.ADMISSION,
-    BarKind.ACCEPT,
-    BarKind.DRAFT_PREPARE,
-    BarKind.DRAFT_QUEUE,
-    BarKind.DRAFT_FORWARD,
-    BarKind.VERIFY_QUEUE,
-    BarKind.VERIFY_FORWARD,
-)
-"""Drawn from spans of their names; queues and passes have some with `--trace-detail` only."""
-_DRAFTING = (BarKind.DRAFT_FORWARD, BarKind.DRAFT_PREPARE)
-
-#: Stages of a round, by the attributes of its calls.
-_STAGES = {
-    ("draft", names.QUEUE_MS): Stage.DRAFT_QUEUE,
-    ("draft", names.FORWARD_MS): Stage.DRAFT,
-    ("draft", names.HANDLING_MS): Stage.DRAFT,
-    ("draft", names.NETWORK_MS): Stage.DRAFT_NETWORK,
-    ("verify", names.QUEUE_MS): Stage.VERIFY_QUEUE,
-    ("verify", names.FORWARD_MS): Stage.VERIFY,
-    ("verify", names.HANDLING_MS): Stage.VERIFY,
-    ("verify", names.NETWORK_MS): Stage.VERIFY_NETWORK,
-}
-ROUND_STAGES = tuple(stage for stage in Stage if stage in _STAGES.values())
+"""Attributes of a call, with what their stages' names have after `draft` or `verify`."""
+ROUND_STAGES = tuple(Stage(role + part) for role in MODEL_CALLS for part in ("", "_queue", "_network"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +117,11 @@ class Bar:
     @property
     def lane(self) -> Lane:
         """Where it is drawn."""
-        return _PLACES[self.kind][0]
+        role = self.kind.partition(".")[0]
+        if role in MODEL_CALLS:
+            return Lane(role)
+        on_the_way = self.kind in (BarKind.NETWORK, BarKind.UNKNOWN, BarKind.FAILED)
+        return Lane.NETWORK if on_the_way else Lane.COORDINATOR
 
     @property
     def interval(self) -> Interval:
@@ -164,8 +136,6 @@ class RoundFigures:
     Attributes:
         number: from 0.
         stages_ms: of `ROUND_STAGES`, as its calls say.
-        failed_ns: calls that failed.
-        prepared_ns: the draft's work for the proposal before it was requested; None if there was none.
     """
 
     span_id: str
@@ -176,8 +146,6 @@ class RoundFigures:
     start_ns: int
     end_ns: int
     stages_ms: Mapping[Stage, float]
-    failed_ns: int
-    prepared_ns: int | None
 
     @property
     def labels(self) -> list[str]:
@@ -222,20 +190,6 @@ class Timeline:
         """Fraction of the time shown in which target and draft compute at once."""
         return length(list(self.overlaps)) / max(1, self.end_ns - self.start_ns)
 
-    @property
-    def is_part(self) -> bool:
-        """Whether only some of the rounds are shown."""
-        return len(self.rounds) < self.num_rounds
-
-    def num_marked(self, mark: Mark) -> int:
-        """Rounds shown with this mark."""
-        return sum(shown.mark is mark for shown in self.rounds)
-
-    @property
-    def num_drafted_rounds(self) -> int:
-        """Rounds shown that have a proposal."""
-        return len(self.rounds) - self.num_marked(Mark.PLAIN) - self.num_marked(Mark.LOST)
-
 
 def make(generation: GenerationTrace, numbers: range | None = None) -> Timeline:
     """Lay a generation out.
@@ -249,37 +203,33 @@ def make(generation: GenerationTrace, numbers: range | None = None) -> Timeline:
     return _Builder(generation).make(numbers)
 
 
-@dataclass
 class _Builder:
-    """Builds the layout of one generation."""
-
-    generation: GenerationTrace
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        spans = self.generation.spans
-        self.root = self.generation.root
-        self.by_id = {span.span_id: span for span in spans}
+    def __init__(self, generation: GenerationTrace) -> None:
+        self.generation = generation
+        self.root = generation.root
         self.children: dict[str, list[RecordedSpan]] = defaultdict(list)
-        for span in spans:
+        for span in generation.spans:
             self.children[span.parent_id].append(span)
-        self.rounds = self.generation.named("round")
+        self.rounds = generation.named("round")
         self.numbers = {span.span_id: count(span, names.ROUND, i) for i, span in enumerate(self.rounds)}
         self.users = {link.span_id: self.numbers[one.span_id] for one in self.rounds for link in one.links}
-        self.calls = self.generation.named(*MODEL_CALLS)
-        self.shifts = _shifts([(call, self._served(call)) for call in self.calls])
+        self.shifts = _shifts((call, self._served(call)) for call in generation.named(*MODEL_CALLS))
 
     def make(self, numbers: range | None) -> Timeline:
-        bars = _in_rows([bar for span in self.generation.spans for bar in self._bars(span)] + self._outside())
+        bars = _in_rows(
+            [bar for span in self.generation.spans for bar in self._bars(span) + self._events(span)]
+            + self._outside()
+        )
         rounds = sorted(map(self._round, self.rounds), key=lambda one: one.number)
         shown = rounds if numbers is None else [one for one in rounds if one.number in numbers]
         if numbers is not None and not shown:
-            raise ConfigError(f"--rounds {numbers.start}:{numbers.stop}: there are {_counted(rounds)}")
+            there = f"rounds {rounds[0].number} to {rounds[-1].number}" if rounds else "no rounds"
+            raise ConfigError(f"--rounds {numbers.start}:{numbers.stop}: there are {there}")
         start_ns, end_ns = 0, self.root.duration_ns
         if len(shown) < len(rounds):
             start_ns, end_ns = min(one.start_ns for one in shown), max(one.end_ns for one in shown)
         visible = [bar for bar in bars if bar.end_ns >= start_ns and bar.start_ns <= end_ns]
-        window = (start_ns, end_ns)
+        busy = [[b.interval for b in visible if b.kind in kinds] for kinds in (_DRAFTING, _VERIFYING)]
         return Timeline(
             model=text(self.root, names.GEN_AI_REQUEST_MODEL),
             trace_id=self.root.trace_id,
@@ -292,10 +242,8 @@ class _Builder:
             rounds=shown,
             num_rounds=len(rounds),
             bars=visible,
-            overlaps=intersection(
-                _busy(visible, [BarKind.VERIFY_FORWARD], window), _busy(visible, _DRAFTING, window)
-            ),
-            num_rows={lane: _num_rows(visible, lane) for lane in Lane},
+            overlaps=intersection([(start_ns, end_ns)], intersection(*map(union, busy))),
+            num_rows={lane: 1 + max((b.row for b in visible if b.lane is lane), default=0) for lane in Lane},
             notes=self._notes(bars),
         )
 
@@ -303,19 +251,14 @@ class _Builder:
         """The service's spans of a call."""
         return [span for span in self.children[call.span_id] if span.name == serving(call.name)]
 
-    # --- bars -----------------------------------------------------------------------------------------
-
     def _bars(self, span: RecordedSpan) -> list[Bar]:
-        return [*self._work(span), *self._events(span)]
-
-    def _work(self, span: RecordedSpan) -> list[Bar]:
         if span.name in MODEL_CALLS:
             return self._call(span)
         if span.name in map(serving, MODEL_CALLS):
             return self._serve(span)
         if span.name == BarKind.DRAFT_PREPARE:
             return [self._prepare(span)]
-        if span.name in _OWN_SPANS:
+        if span.name in ("round", "admission", "accept", *_FINER):
             return [self._bar(BarKind(span.name), span.name, self._interval(span), span)]
         return []
 
@@ -347,7 +290,7 @@ class _Builder:
         if spent_ms is None:
             title = f"{serve.name}, not answered"
             return [self._bar(BarKind(f"{role}.unanswered"), title, whole, serve)]
-        finer = [self._interval(span) for span in self.children[serve.span_id] if span.name in _OWN_SPANS]
+        finer = [self._interval(span) for span in self.children[serve.span_id] if span.name in _FINER]
         if finer:
             left = difference([whole], union(finer))
             return [self._bar(BarKind(f"{role}.handling"), f"{role}.handling", gap, serve) for gap in left]
@@ -375,10 +318,8 @@ class _Builder:
             if gap[1] - gap[0] > TOLERANCE_NS
         ]
 
-    def _bar(
-        self, kind: BarKind, title: str, interval: Interval, span: RecordedSpan, *, label: str = ""
-    ) -> Bar:
-        return Bar(kind=kind, title=title, start_ns=interval[0], end_ns=interval[1], span=span, label=label)
+    def _bar(self, kind: BarKind, title: str, at: Interval, span: RecordedSpan, label: str = "") -> Bar:
+        return Bar(kind=kind, title=title, start_ns=at[0], end_ns=at[1], span=span, label=label)
 
     def _residence(self, serve: RecordedSpan) -> Interval:
         offset_ns = self._offset_ns(serve)
@@ -392,17 +333,13 @@ class _Builder:
         offset_ns = self._offset_ns(span)
         return span.start_ns + offset_ns, span.end_ns + offset_ns
 
-    # --- figures --------------------------------------------------------------------------------------
-
     def _round(self, span: RecordedSpan) -> RoundFigures:
         start_ns, end_ns = self._interval(span)
-        calls = [call for call in self.children[span.span_id] if call.name in MODEL_CALLS]
         stages_ms = dict.fromkeys(ROUND_STAGES, 0.0)
-        for call in calls:
-            for (role, name), stage in _STAGES.items():
-                if role == call.name:
-                    stages_ms[stage] += number(call, name) or 0.0
-        prepared = [self.by_id[link.span_id] for link in span.links if link.span_id in self.by_id]
+        for call in self.children[span.span_id]:
+            if call.name in MODEL_CALLS:
+                for name, part in _PARTS.items():
+                    stages_ms[Stage(call.name + part)] += number(call, name) or 0.0
         return RoundFigures(
             span_id=span.span_id,
             number=self.numbers[span.span_id],
@@ -412,8 +349,6 @@ class _Builder:
             start_ns=start_ns,
             end_ns=end_ns,
             stages_ms=stages_ms,
-            failed_ns=sum(call.duration_ns for call in calls if is_failed(call)),
-            prepared_ns=sum(each.duration_ns for each in prepared) if prepared else None,
         )
 
     def _notes(self, bars: Sequence[Bar]) -> list[str]:
@@ -425,14 +360,12 @@ class _Builder:
         if not _stages_of(self.root):
             notes.append("The span generate says no stages: it is not of this version, or not of its end")
         num_unknown = sum(bar.kind is BarKind.UNKNOWN for bar in bars)
-        if num_unknown:
-            notes.append(f"{num_unknown} calls have no span of the service they went to")
-        if self.generation.num_lost:
-            notes.append(f"{self.generation.num_lost} spans are left out: their parents are missing")
-        missing = count(self.root, names.NUM_ROUNDS) - len(self.rounds)
-        if missing > 0:
-            notes.append(f"{missing} rounds are missing from the trace")
-        return notes
+        found = {
+            "calls have no span of the service they went to": num_unknown,
+            "spans are left out: their parents are missing": self.generation.num_lost,
+            "rounds are missing from the trace": count(self.root, names.NUM_ROUNDS) - len(self.rounds),
+        }
+        return notes + [f"{num} {what}" for what, num in found.items() if num > 0]
 
 
 def mark(span: RecordedSpan) -> Mark:
@@ -458,14 +391,11 @@ def _failure(call: RecordedSpan) -> str:
     return f"{call.name} failed: {reason}" + (f", at {address}" if address else "")
 
 
-def _parts_ms(serve: RecordedSpan) -> tuple[float, float, float] | None:
+def _parts_ms(serve: RecordedSpan) -> list[float] | None:
     """Queue, passes and handling of a request at its service; None if it was not answered."""
-    queue_ms, forward_ms, handling_ms = (
-        number(serve, name) for name in (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)
-    )
-    if queue_ms is None or forward_ms is None or handling_ms is None:
-        return None
-    return queue_ms, forward_ms, handling_ms
+    found = [number(serve, name) for name in (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)]
+    parts_ms = [part_ms for part_ms in found if part_ms is not None]
+    return parts_ms if len(parts_ms) == len(found) else None
 
 
 def _residence(serve: RecordedSpan) -> Interval:
@@ -512,36 +442,25 @@ def _shift(calls: Sequence[tuple[RecordedSpan, Interval]]) -> int:
     most = min(call.end_ns - end for call, (_, end) in calls)
     if least <= TOLERANCE_NS and most >= -TOLERANCE_NS:
         return 0
-    middle = statistics.median_low(
-        (call.start_ns + call.end_ns - start - end) // 2 for call, (start, end) in calls
-    )
+    middles = [(call.start_ns + call.end_ns - start - end) // 2 for call, (start, end) in calls]
+    middle = statistics.median_low(middles)
     return max(least, min(middle, most)) if least <= most else middle
 
 
 def _in_rows(bars: Iterable[Bar]) -> list[Bar]:
-    """Bars by start, placed on rows: one for each kind in use, more where bars of a kind overlap."""
-    placed: list[Bar] = []
-    by_lane: dict[Lane, list[Bar]] = defaultdict(list)
+    """Bars by start, on rows: one or two for a lane, and more where bars of a row would overlap."""
+    groups: dict[Lane, tuple[list[Bar], list[Bar]]] = {lane: ([], []) for lane in Lane}
     for bar in bars:
-        by_lane[bar.lane].append(bar)
-    for in_lane in by_lane.values():
-        below = 0
-        for group in _groups(in_lane):
-            packed = _packed(group)
-            placed += [replace(bar, row=below + bar.row) for bar in packed]
-            below += 1 + max(bar.row for bar in packed)
+        groups[bar.lane][bar.kind in _SECOND_ROW].append(bar)
+    placed: list[Bar] = []
+    for upper, lower in groups.values():
+        packed = _packed(upper)
+        below = 1 + max((bar.row for bar in packed), default=-1)
+        placed += packed + [replace(bar, row=below + bar.row) for bar in _packed(lower)]
     return sorted(placed, key=lambda bar: (bar.start_ns, bar.end_ns))
 
 
-def _groups(in_lane: Sequence[Bar]) -> list[list[Bar]]:
-    """Bars of a lane by the row of their kind."""
-    groups: dict[int, list[Bar]] = defaultdict(list)
-    for bar in in_lane:
-        groups[_PLACES[bar.kind][1]].append(bar)
-    return [groups[row] for row in sorted(groups)]
-
-
-def _packed(bars: Iterable[Bar]) -> list[Bar]:
+def _packed(bars: Sequence[Bar]) -> list[Bar]:
     """Each bar on the first free row, up to the tolerance of clocks."""
     ends: list[int] = []
     placed = []
@@ -552,15 +471,3 @@ def _packed(bars: Iterable[Bar]) -> list[Bar]:
         ends[row:] = [bar.end_ns, *ends[row + 1 :]]
         placed.append(replace(bar, row=row))
     return placed
-
-
-def _num_rows(bars: Iterable[Bar], lane: Lane) -> int:
-    return 1 + max((bar.row for bar in bars if bar.lane is lane), default=0)
-
-
-def _busy(bars: Iterable[Bar], kinds: Sequence[BarKind], window: Interval) -> list[Interval]:
-    return intersection(union(bar.interval for bar in bars if bar.kind in kinds), [window])
-
-
-def _counted(rounds: Sequence[RoundFigures]) -> str:
-    return f"rounds {rounds[0].number} to {rounds[-1].number}" if rounds else "no rounds"

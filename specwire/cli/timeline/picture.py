@@ -1,230 +1,232 @@
-"""The timeline as a PNG, with matplotlib."""
+"""The timeline as one SVG file: browsers open it, documents show it, and it loads nothing.
+
+Pointing at a bar shows its span. All text from spans is escaped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import html
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
-from specwire.cli.timeline.facts import LEGEND, MARKS, facts, stage_facts
 from specwire.cli.timeline.layout import Bar, BarKind, Lane, Mark, RoundFigures, Timeline
-from specwire.errors import ConfigError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-MAX_READABLE_ROUNDS = 12
-"""With more, rounds are too narrow for their labels."""
-COLOURS = {
-    BarKind.ADMISSION: "#b794f4",
-    BarKind.OUTSIDE: "#cbd5a0",
-    BarKind.ACCEPT: "#2d3748",
-    BarKind.DRAFT_QUEUE: "#f3cfa8",
-    BarKind.DRAFT_FORWARD: "#dd6b20",
-    BarKind.DRAFT_HANDLING: "#9c6b4a",
-    BarKind.DRAFT_UNANSWERED: "#f6c6c6",
-    BarKind.DRAFT_PREPARE: "#97266d",
-    BarKind.VERIFY_QUEUE: "#bcd4ee",
-    BarKind.VERIFY_FORWARD: "#2b6cb0",
-    BarKind.VERIFY_HANDLING: "#1a365d",
-    BarKind.VERIFY_UNANSWERED: "#f6c6c6",
-    BarKind.NETWORK: "#8a94a3",
-    BarKind.UNKNOWN: "#d6dae0",
-    BarKind.FAILED: "#e53e3e",
-    BarKind.EVENT: "#c53030",
+MAX_ROUNDS = 12
+"""With more, rounds are too narrow for their labels, unless the picture grows."""
+KINDS = {
+    BarKind.ADMISSION: ("#b794f4", "waiting for a slot"),
+    BarKind.OUTSIDE: ("#cbd5a0", "outside of rounds: emit, client_credit, coordinator"),
+    BarKind.ACCEPT: ("#2d3748", "the rule"),
+    BarKind.DRAFT_QUEUE: ("#f3cfa8", "waiting for the draft"),
+    BarKind.DRAFT_FORWARD: ("#dd6b20", "draft, on request"),
+    BarKind.DRAFT_HANDLING: ("#9c6b4a", "handling in the draft service"),
+    BarKind.DRAFT_UNANSWERED: ("#f6c6c6", "in the draft service, not answered"),
+    BarKind.DRAFT_PREPARE: ("#97266d", "draft, prepared ahead (→ round that used it)"),
+    BarKind.VERIFY_QUEUE: ("#bcd4ee", "waiting for the target"),
+    BarKind.VERIFY_FORWARD: ("#2b6cb0", "target"),
+    BarKind.VERIFY_HANDLING: ("#1a365d", "handling in the verify service"),
+    BarKind.VERIFY_UNANSWERED: ("#f6c6c6", "in the verify service, not answered"),
+    BarKind.NETWORK: ("#8a94a3", "on the way: network and gRPC"),
+    BarKind.UNKNOWN: ("#d6dae0", "call without a span of the service"),
+    BarKind.FAILED: ("#e53e3e", "call that failed or was too late"),
+    BarKind.EVENT: ("#c53030", "event"),
 }
-MARK_COLOURS = {
-    Mark.HIT: ("#c6efd6", "#276749"),
-    Mark.BEGUN: ("#cdeef0", "#285e61"),
-    Mark.MISS: ("#fbd5d5", "#9b2c2c"),
-    Mark.LOST: ("#f7dcb4", "#7b341e"),
-    Mark.PLAIN: ("#e5e8ec", "#4a5568"),
+"""Colour and meaning."""
+MARKS = {
+    Mark.HIT: ("#c6efd6", "✓ hit: prepared before it was requested"),
+    Mark.BEGUN: ("#cdeef0", "◐ begun before it was requested"),
+    Mark.MISS: ("#fbd5d5", "✗ miss: drafted on request"),
+    Mark.LOST: ("#f7dcb4", "! lost: no draft there, or too late"),
+    Mark.PLAIN: ("#e5e8ec", "– plain: nothing drafted"),
 }
-"""Fill and edge."""
-_OVERLAP = "#fbf0c4"
-_WIDTH_IN, _ROW_IN, _AXES_IN = 15.0, 0.42, 13.6
-_GAP = 0.35
-_STAGES_A_LINE = 7
-_CHARACTER_IN = 0.078
+_OVERLAP = ("#fbf0c4", "draft and target at once")
+_MAX_TEXT = 200
+_WIDTH, _LEFT, _ROW, _GAP, _LINE, _CHARACTER = 1400, 100, 28, 10, 20, 7.5
+"""Pixels; the width is that of a few rounds."""
+_FACTS_A_LINE, _LEGEND_A_LINE = 6, 4
 
 
-def check() -> None:
-    """Raises:
-    ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError("a PNG needs matplotlib (pip install 'specwire[bench]'); a page does not") from None
+def middle(timeline: Timeline) -> range | None:
+    """Rounds in the middle, if all of them would be too narrow; the first ones are not typical."""
+    if len(timeline.rounds) <= MAX_ROUNDS:
+        return None
+    first = timeline.rounds[(len(timeline.rounds) - MAX_ROUNDS) // 2].number
+    return range(first, first + MAX_ROUNDS)
 
 
-def draw(path: Path, shown: Timeline, whole: Timeline) -> None:
-    """Write a PNG.
-
-    Args:
-        shown: what is drawn in detail.
-        whole: source of the figures at the top; if it has more rounds, they are drawn small above.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    check()
-    from matplotlib.figure import Figure  # not pyplot: no window system, no state
-
-    with_strip = len(whole.rounds) > len(shown.rounds)
-    tops = _tops(shown)
-    height = _bottom(shown, tops) * _ROW_IN
-    figure = Figure(figsize=(_WIDTH_IN, height + 2.2 + 0.5 * with_strip), layout="constrained")
-    ratios = (0.32, height) if with_strip else (height,)
-    *strips, axes = figure.subplots(len(ratios), 1, height_ratios=ratios, squeeze=False)[:, 0]
-    if strips:
-        _draw_strip(strips[0], whole, shown)
-    _draw_lanes(axes, shown, tops)
-    _title(figure, whole)
-    _legend(figure, shown)
-    figure.savefig(path, dpi=120, format="png", facecolor="white")
+def render(timeline: Timeline) -> str:
+    """The picture as text."""
+    return _Picture(timeline).render()
 
 
-def _tops(timeline: Timeline) -> dict[Lane, float]:
-    """Top of each lane, in rows."""
-    tops, top = {}, 0.0
-    for lane in Lane:
-        tops[lane] = top
-        top += timeline.num_rows[lane] + _GAP
-    return tops
+def facts(timeline: Timeline) -> dict[str, str]:
+    """The figures at the top, by name, without the stages."""
+    window_ns = timeline.end_ns - timeline.start_ns
+    found = {
+        "tokens": "not known" if timeline.num_tokens is None else str(timeline.num_tokens),
+        "total time": f"{timeline.total_ns / 1e6:.1f} ms",
+        "rounds": str(timeline.num_rounds),
+    }
+    if len(timeline.rounds) < timeline.num_rounds:
+        shown = timeline.rounds
+        found["shown"] = f"rounds {shown[0].number} to {shown[-1].number}, {window_ns / 1e6:.1f} ms"
+    return found | {"hits": _hits(timeline), "both at once": f"{timeline.overlap_share:.0%}"}
 
 
-def _bottom(timeline: Timeline, tops: dict[Lane, float]) -> float:
-    return tops[Lane.NETWORK] + timeline.num_rows[Lane.NETWORK]
+def stage_facts(timeline: Timeline) -> dict[str, str]:
+    """What the ledger says of the whole generation: stages in its order, and what is beside them."""
+    total_ms = sum(timeline.stages_ms.values())
+    found = {
+        stage.replace("_", " "): f"{spent_ms:.1f} ms ({spent_ms / total_ms:.0%})"
+        for stage, spent_ms in timeline.stages_ms.items()
+    }
+    if timeline.ahead_ms is not None:
+        found["ahead"] = f"{timeline.ahead_ms:.1f} ms, beside the others"
+    return found
 
 
-def _draw_lanes(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None:
-    _draw_overlaps(axes, timeline, tops)
-    for kind, colour in COLOURS.items():
-        of_kind = [bar for bar in timeline.bars if bar.kind is kind]
-        for y in sorted({tops[bar.lane] + bar.row for bar in of_kind}):
-            spans = [_ms(bar, timeline) for bar in of_kind if tops[bar.lane] + bar.row == y]
-            axes.broken_barh(spans, (y + 0.08, 0.84), facecolor=colour, edgecolor=colour, linewidth=0.4)
-    _draw_rounds(axes, timeline)
-    _draw_labels(axes, timeline, tops)
-    _draw_axis(axes, timeline, tops)
+def _hits(timeline: Timeline) -> str:
+    num = Counter(one.mark for one in timeline.rounds)
+    num_drafted = num[Mark.HIT] + num[Mark.BEGUN] + num[Mark.MISS]
+    if not num_drafted:
+        return "no drafts"
+    begun = f", {num[Mark.BEGUN]} begun" if num[Mark.BEGUN] else ""
+    return f"{num[Mark.HIT] / num_drafted:.0%} ({num[Mark.HIT]} of {num_drafted}{begun})"
 
 
-def _ms(bar: Bar | RoundFigures, timeline: Timeline) -> tuple[float, float]:
-    return (bar.start_ns - timeline.start_ns) / 1e6, (bar.end_ns - bar.start_ns) / 1e6
+def _printable(text: str) -> str:
+    """Text from spans, shortened, escaped, with unprintable characters replaced."""
+    shown = "".join(char if char.isprintable() else "\ufffd" for char in text[:_MAX_TEXT])
+    return html.escape(shown if len(text) <= _MAX_TEXT else f"{shown}… ({len(text)} characters)")
 
 
-def _draw_overlaps(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None:
-    """Background of draft and verify where both compute."""
-    spans = [((start - timeline.start_ns) / 1e6, (end - start) / 1e6) for start, end in timeline.overlaps]
-    bottom = tops[Lane.VERIFY] + timeline.num_rows[Lane.VERIFY]
-    axes.broken_barh(spans, (tops[Lane.DRAFT], bottom - tops[Lane.DRAFT]), facecolor=_OVERLAP, zorder=0)
+class _Picture:
+    """Lines of facts above, lanes over time with their axis, the legend beneath."""
 
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.rounds = {one.span_id: one for one in timeline.rounds}
+        self.width = _LEFT + max(1, len(timeline.rounds) / MAX_ROUNDS) * (_WIDTH - _LEFT)
+        self.per_ns = (self.width - _LEFT) / max(1, timeline.end_ns - timeline.start_ns)
+        self.head = [*_lines(facts(timeline)), *_lines(stage_facts(timeline))]
+        self.head += [f"{note}." for note in timeline.notes]
+        top = 2 * _LINE + len(self.head) * _LINE
+        self.lanes: dict[Lane, tuple[int, int]] = {}
+        for lane in Lane:
+            bottom = top + timeline.num_rows[lane] * _ROW
+            self.lanes[lane] = (top, bottom)
+            top = bottom + _GAP
+        self.bottom = top
 
-def _draw_rounds(axes: Axes, timeline: Timeline) -> None:
-    for of_mark, (fill, edge) in MARK_COLOURS.items():
-        spans = [_ms(one, timeline) for one in timeline.rounds if one.mark is of_mark]
-        axes.broken_barh(spans, (0.04, 0.92), facecolor=fill, edgecolor=edge, linewidth=0.8)
-    width_ms = max((timeline.end_ns - timeline.start_ns) / 1e6, 1e-9)
-    level = _level(timeline.rounds, width_ms)
-    for one in timeline.rounds:
-        start_ms, ms = _ms(one, timeline)
-        text = next((text for text in one.labels[level:] if _fits(text, ms / width_ms)), None)
-        if text:
-            axes.text(start_ms + ms / 2, 0.52, text, ha="center", va="center", fontsize=9, color="#1a202c")
+    def render(self) -> str:
+        parts = [*self._head(), *self._overlaps(), *self._axis()]
+        parts += [part for bar in self.timeline.bars for part in self._bar(bar)]
+        legend = list(self._legend())
+        height = self.bottom + 3 * _LINE + (len(legend) // _LEGEND_A_LINE + 1) * _LINE
+        size = f'width="{self.width:.0f}" height="{height}" viewBox="0 0 {self.width:.0f} {height}"'
+        about = f'role="img" aria-label="One generation: lanes over time, {", ".join(Lane)}"'
+        style = 'font-family="system-ui, sans-serif" font-size="12" fill="#1a202c"'
+        back = '<rect width="100%" height="100%" fill="#ffffff"/>'
+        body = "\n".join([back, *parts, *legend])
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {about} {style}>\n{body}\n</svg>\n'
 
+    def _head(self) -> Iterator[str]:
+        model = _printable(self.timeline.model) or "a model that is not named"
+        yield f'<text x="8" y="{_LINE}" font-size="15" font-weight="bold">One generation of {model}</text>'
+        for number, line in enumerate(self.head, 2):
+            yield f'<text x="8" y="{number * _LINE}">{html.escape(line)}</text>'
 
-def _draw_labels(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None:
-    """On bars where they fit; events are marked, and named beside the mark."""
-    width_ms = max((timeline.end_ns - timeline.start_ns) / 1e6, 1e-9)
-    for bar in timeline.bars:
-        start_ms, ms = _ms(bar, timeline)
-        y = tops[bar.lane] + bar.row + 0.5
+    def _overlaps(self) -> Iterator[str]:
+        top, bottom = self.lanes[Lane.DRAFT][0], self.lanes[Lane.VERIFY][1]
+        for start_ns, end_ns in self.timeline.overlaps:
+            yield _rect(self._x(start_ns), top, self._x(end_ns), bottom, _OVERLAP[0])
+
+    def _axis(self) -> Iterator[str]:
+        for lane, (top, bottom) in self.lanes.items():
+            yield f'<text x="8" y="{(top + bottom) / 2 + 4:g}" font-size="13">{lane}</text>'
+        for at_ns, label in _ticks(self.timeline, (self.width - _LEFT) / 110):
+            x, (top, _) = self._x(at_ns), self.lanes[Lane.COORDINATOR]
+            anchor = "end" if x > self.width - 40 else "middle"
+            yield f'<path d="M{x:.1f} {top}V{self.bottom}" stroke="#0002"/>'
+            yield f'<text x="{x:.1f}" y="{self.bottom + 14}" text-anchor="{anchor}">{label}</text>'
+        text = "milliseconds from the start of the generation"
+        yield f'<text x="{self.width:.0f}" y="{self.bottom + 30}" text-anchor="end">{text}</text>'
+
+    def _bar(self, bar: Bar) -> Iterator[str]:
+        """Its rectangle, and its label where it fits; an event is a cross with its label beside it."""
+        left, right = self._x(bar.start_ns), self._x(bar.end_ns)
+        top = self.lanes[bar.lane][0] + bar.row * _ROW
+        base, one = top + _ROW / 2 + 4, self.rounds.get(bar.span.span_id)
+        title = f"<title>{_about(bar, one)}</title>"
         if bar.kind is BarKind.EVENT:
-            axes.plot(start_ms, y, marker="X", color=COLOURS[bar.kind], markersize=9)
-            at_right = start_ms > 0.85 * width_ms
-            axes.annotate(
-                bar.label,
-                (start_ms, y),
-                xytext=(-8 if at_right else 8, 0),
-                textcoords="offset points",
-                ha="right" if at_right else "left",
-                va="center",
-                fontsize=9,
-                color=COLOURS[bar.kind],
-                parse_math=False,
+            text = f"✖ {_printable(bar.label)}{title}"
+            where = (
+                f'x="{left:.1f}" y="{base}" text-anchor="{"end" if left > 0.85 * self.width else "start"}"'
             )
-        elif bar.label and _fits(bar.label, ms / width_ms):
-            axes.text(start_ms + ms / 2, y, bar.label, ha="center", va="center", fontsize=8, color="white")
+            yield f'<text {where} fill="{KINDS[bar.kind][0]}">{text}</text>'
+        elif bar.kind is not BarKind.ROUND:
+            yield _rect(left, top + 2, right, top + _ROW - 2, KINDS[bar.kind][0], title)
+            yield from self._label([bar.label], (left, right), base, "#ffffff")
+        elif one is not None:
+            yield _rect(left, top + 1, right - 1, top + _ROW - 1, MARKS[one.mark][0], title)
+            yield from self._label(one.labels, (left, right), base, "#1a202c")
+
+    def _label(self, texts: list[str], ends: tuple[float, float], y: float, colour: str) -> Iterator[str]:
+        """The first that fits."""
+        text = next((text for text in texts if len(text) * _CHARACTER < ends[1] - ends[0]), "")
+        if text:
+            where = f'x="{sum(ends) / 2:.1f}" y="{y}" text-anchor="middle" pointer-events="none"'
+            yield f'<text {where} fill="{colour}">{_printable(text)}</text>'
+
+    def _legend(self) -> Iterator[str]:
+        kinds = {bar.kind for bar in self.timeline.bars}
+        marks = {one.mark for one in self.timeline.rounds}
+        entries = [entry for mark, entry in MARKS.items() if mark in marks]
+        entries += [entry for kind, entry in KINDS.items() if kind in kinds]
+        entries += [_OVERLAP] if self.timeline.overlaps else []
+        for number, (colour, text) in enumerate(entries):
+            row, column = divmod(number, _LEGEND_A_LINE)
+            x, y = 8 + column * _WIDTH / _LEGEND_A_LINE, self.bottom + 2.5 * _LINE + row * _LINE
+            yield _rect(x, y, x + 16, y + 11, colour)
+            yield f'<text x="{x + 22}" y="{y + 10}">{text}</text>'
+
+    def _x(self, at_ns: int) -> float:
+        """Pixels from the left, no further than the lanes go."""
+        return min(max(_LEFT, _LEFT + (at_ns - self.timeline.start_ns) * self.per_ns), self.width)
 
 
-def _level(rounds: Sequence[RoundFigures], width_ms: float) -> int:
-    """Index of the longest kind of label that fits most rounds, for a uniform look."""
-    for level in range(3):
-        fits = [_fits(one.labels[level], (one.end_ns - one.start_ns) / 1e6 / width_ms) for one in rounds]
-        if sum(fits) > 0.8 * len(fits):
-            return level
-    return 3
+def _lines(found: Mapping[str, str]) -> list[str]:
+    pairs = [f"{name}: {value}" for name, value in found.items()]
+    return [" · ".join(pairs[i : i + _FACTS_A_LINE]) for i in range(0, len(pairs), _FACTS_A_LINE)]
 
 
-def _fits(text: str, fraction: float) -> bool:
-    return len(text) * _CHARACTER_IN < fraction * _AXES_IN
+def _rect(left: float, top: float, right: float, bottom: float, colour: str, inner: str = "") -> str:
+    size = f'x="{left:.1f}" y="{top:g}" width="{max(0.8, right - left):.1f}" height="{bottom - top:g}"'
+    return f'<rect {size} fill="{colour}">{inner}</rect>'
 
 
-def _draw_axis(axes: Axes, timeline: Timeline, tops: dict[Lane, float]) -> None:
-    centres = [tops[lane] + timeline.num_rows[lane] / 2 for lane in Lane]
-    axes.set_yticks(centres, list(Lane), fontsize=11)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(_bottom(timeline, tops) + 0.15, -0.15)
-    axes.set_xlim(0, max((timeline.end_ns - timeline.start_ns) / 1e6, 1e-6))
-    start = "the start of these rounds" if timeline.is_part else "the start of the generation"
-    axes.set_xlabel(f"milliseconds from {start}")
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+def _ticks(timeline: Timeline, num: float) -> Iterator[tuple[int, str]]:
+    """At most about so many moments at round numbers of milliseconds."""
+    rough = max(1, timeline.end_ns - timeline.start_ns) / 1e6 / num
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * next(times for times in (1, 2, 5, 10) if times * power >= rough)
+    digits = max(0, -math.floor(math.log10(step)))
+    for i in range(math.ceil(timeline.start_ns / 1e6 / step), math.floor(timeline.end_ns / 1e6 / step) + 1):
+        yield round(i * step * 1e6), f"{i * step:.{digits}f}"
 
 
-def _draw_strip(axes: Axes, whole: Timeline, shown: Timeline) -> None:
-    """All rounds in small, with those drawn below marked."""
-    for of_mark, (_, edge) in MARK_COLOURS.items():
-        spans = [_ms(one, whole) for one in whole.rounds if one.mark is of_mark]
-        axes.broken_barh(spans, (0, 1), facecolor=edge, alpha=0.7, edgecolor="white", linewidth=0.2)
-    start, end = ((ns - whole.start_ns) / 1e6 for ns in (shown.start_ns, shown.end_ns))
-    axes.axvspan(start, end, ymin=0, ymax=1, fill=False, edgecolor="black", linewidth=1.6, clip_on=False)
-    axes.set_xlim(0, (whole.end_ns - whole.start_ns) / 1e6)
-    axes.set_ylim(0, 1)
-    axes.set_yticks([0.5], ["all rounds"], fontsize=9)
-    axes.tick_params(length=0, labelsize=8)
-    axes.set_xticks([])
-    first, last = shown.rounds[0].number, shown.rounds[-1].number
-    axes.set_title(f"below: rounds {first} to {last} of {whole.num_rounds}", fontsize=9, loc="left")
-    axes.spines[:].set_visible(False)
-
-
-def _title(figure: Figure, whole: Timeline) -> None:
-    found = facts(whole)
-    model = found.pop("model")
-    stages = list(stage_facts(whole).items())
-    starts = range(0, len(stages), _STAGES_A_LINE)
-    lines = [list(found.items()), *(stages[i : i + _STAGES_A_LINE] for i in starts)]
-    shown = ["   ".join(f"{name}: {value}" for name, value in line) for line in lines]
-    text = "\n".join([model, *shown, *whole.notes])
-    figure.suptitle(text, fontsize=11, x=0.01, ha="left", parse_math=False)
-
-
-def _legend(figure: Figure, shown: Timeline) -> None:
-    from matplotlib.patches import Patch
-
-    kinds = {bar.kind for bar in shown.bars}
-    marks = {one.mark for one in shown.rounds}
-    handles: list[Any] = [
-        Patch(facecolor=fill, edgecolor=edge, label=MARKS[of_mark])
-        for of_mark, (fill, edge) in MARK_COLOURS.items()
-        if of_mark in marks
-    ]
-    handles += [Patch(facecolor=COLOURS[kind], label=LEGEND[kind]) for kind in LEGEND if kind in kinds]
-    if shown.overlaps:
-        handles.append(Patch(facecolor=_OVERLAP, label="draft and target at once"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=9, frameon=False)
+def _about(bar: Bar, one: RoundFigures | None) -> str:
+    """What is shown when the pointer is over a bar: its times, its round's stages, its span's attributes."""
+    span, is_round = bar.span, one is not None and bar.kind is BarKind.ROUND
+    start_ms, spent_ms = bar.start_ns / 1e6, (bar.end_ns - bar.start_ns) / 1e6
+    shown = {"start": f"{start_ms:.3f} ms", "duration": f"{spent_ms:.3f} ms"}
+    if one is not None and is_round:
+        shown |= {stage: f"{stage_ms:.2f} ms" for stage, stage_ms in one.stages_ms.items() if stage_ms}
+    shown |= {"service": span.service_name, "span": span.span_id}
+    shown |= {
+        key: each if isinstance(each, str) else json.dumps(each) for key, each in span.attributes.items()
+    }
+    title = one.labels[0] if one is not None and is_round else bar.title
+    return "\n".join([_printable(title), *(_printable(f"{name}: {value}") for name, value in shown.items())])
