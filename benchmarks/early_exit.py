@@ -15,9 +15,9 @@ from torch import Tensor
 
 from specwire.engine.batch import Feed
 from specwire.engine.layers.blocks import Blocks
-from specwire.engine.layers.objective import Costs
 from specwire.engine.model.runner import ModelRunner
 from specwire.rule.random import gumbel_noise
+from tools.layers.objective import Costs
 from verify_service.threshold import Threshold
 
 PAGE_SIZE = 16

@@ -26,9 +26,9 @@ from benchmarks.embedded import corpus
 from benchmarks.trees import KINDS, Shape, cut_prompts, generate_all, table
 from specwire import Client, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.config.heads import TrainHeadsConfig
 from specwire.config.stack import UpConfig
-from specwire.engine.heads import training
+from tools.heads import training
+from tools.heads.config import TrainHeadsConfig
 
 SHAPES = (Shape(2), Shape(4), Shape(8, 3), Shape(16, 4), Shape(32, 6))
 LEAST_TOKENS, LEAST_RATIO = 1.5, 0.98

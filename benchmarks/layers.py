@@ -29,15 +29,15 @@ from benchmarks.embedded import corpus
 from benchmarks.heads import rates
 from benchmarks.trees import KINDS, cut_prompts, generate_all, table
 from specwire import embedded, tokenizer
-from specwire.cli import search_layers
 from specwire.cli.supervisor import Stack
 from specwire.config.blocks import Block, parse_skip, skip_text
 from specwire.config.stack import UpConfig
-from specwire.engine.layers import search
 from specwire.engine.layers.blocks import ModelBlocks
-from specwire.engine.layers.objective import NUM_PLACES, Costs, Promise, Trials, num_pages, promise
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
+from tools.layers import command as search_layers
+from tools.layers import search
+from tools.layers.objective import NUM_PLACES, Costs, Promise, Trials, num_pages, promise
 from verify_service.threshold import FIRST, TARGET_RATE
 
 LENGTHS = (1, 2, 4, 8)

@@ -19,11 +19,11 @@ import numpy as np
 from benchmarks.bars import Bar, Report, machine
 from benchmarks.processes import Devices
 from specwire import AsyncClient, ResourceExhaustedError, Rule, SamplingParams
-from specwire.cli.bench.backends import Coordinator
-from specwire.cli.bench.metrics import OK, RequestRecord
-from specwire.cli.bench.prompts import Prompt
-from specwire.cli.bench.serve import Measurement, OfferedLoad
 from specwire.cli.supervisor import Stack
+from tools.bench.backends import Coordinator
+from tools.bench.metrics import OK, RequestRecord
+from tools.bench.prompts import Prompt
+from tools.bench.serve import Measurement, OfferedLoad
 
 PROMPT = Prompt(token_ids=(3, 1, 4, 1, 5, 9, 2, 6))
 REFUSED = ResourceExhaustedError.status

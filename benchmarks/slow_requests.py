@@ -18,12 +18,12 @@ from pathlib import Path
 from benchmarks.bars import Bar, Report, machine
 from specwire import Client, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.cli.timeline import layout, picture
-from specwire.cli.timeline.generation import GenerationTrace, generations
-from specwire.cli.timeline.layout import Timeline
-from specwire.cli.timeline.receiver import Receiver
 from specwire.completion import Stage
 from specwire.config.stack import UpConfig
+from tools.timeline import layout, picture
+from tools.timeline.generation import GenerationTrace, generations
+from tools.timeline.layout import Timeline
+from tools.timeline.receiver import Receiver
 
 PROMPT = [7, 8, 9] * 4
 LONG_PROMPT = [5, 6, 7] * 500

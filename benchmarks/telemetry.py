@@ -22,7 +22,7 @@ from benchmarks.processes import Devices, Usage
 from benchmarks.stats import ratios, summarise
 from specwire import AsyncClient, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.cli.timeline.receiver import Receiver
+from tools.timeline.receiver import Receiver
 
 OFF, LIVE, REFUSES, SILENT = "no tracing", "collector works", "collector refuses", "collector is silent"
 MIN_RATIO = 0.98

@@ -14,8 +14,6 @@ from google.protobuf.message import Message
 from benchmarks.measure import Plan
 from specwire import Client, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.cli.timeline.receiver import Receiver
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config.services import DraftConfig
 from specwire.config.stack import UpConfig
 from specwire.core import Load, Proposal, Rule, Timings, Verdict
@@ -27,6 +25,8 @@ from specwire.wire import draft as draft_wire
 from specwire.wire import verify as verify_wire
 from specwire.wire.draft import DraftAnswer, DraftOrder
 from specwire.wire.verify import VerifyAnswer, VerifyOrder
+from tools.timeline.receiver import Receiver
+from tools.timeline.spans import RecordedSpan
 
 MODES: dict[str, dict[str, Any]] = {
     "rejection, temperature 1": {"temperature": 1.0, "rule": Rule.REJECTION},

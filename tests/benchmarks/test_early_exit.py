@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.early_exit import Place, replay
-from specwire.engine.layers.objective import Costs
+from tools.layers.objective import Costs
 
 SURE, UNSURE = 0.9, 0.3
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import overload
 from benchmarks.overload import Plan, judge, measure, steady_rate
 from benchmarks.processes import Devices
-from specwire.cli.bench.metrics import OK, RequestRecord
+from tools.bench.metrics import OK, RequestRecord
 
 
 @pytest.mark.slow

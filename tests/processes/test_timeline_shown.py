@@ -16,14 +16,14 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from specwire.cli import main as cli
-from specwire.cli.timeline import layout, perfetto, picture
-from specwire.cli.timeline.generation import generations
-from specwire.cli.timeline.receiver import Receiver, Store
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.completion import Stage
 from specwire.errors import ConfigError
 from tests.support.command_line import one_line_error, usage_error
 from tests.support.traces import MS, Trace, laid_out, saved, three_rounds
+from tools.timeline import layout, perfetto, picture
+from tools.timeline.generation import generations
+from tools.timeline.receiver import Receiver, Store
+from tools.timeline.spans import RecordedSpan
 
 EMULATED = ["--target", "emulated:step_ms=10", "--draft", "emulated:step_ms=1,alpha=0.8"]
 NASTY = "</script><img src=x onerror=alert(1)>\"'&$\\frac{"

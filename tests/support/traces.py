@@ -9,9 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from specwire.cli.timeline import layout
-from specwire.cli.timeline.generation import choose
-from specwire.cli.timeline.spans import (
+from specwire.completion import Stage
+from specwire.telemetry import semantics as names
+from tools.timeline import layout
+from tools.timeline.generation import choose
+from tools.timeline.spans import (
     CLIENT,
     INTERNAL,
     SERVER,
@@ -19,8 +21,6 @@ from specwire.cli.timeline.spans import (
     SpanEvent,
     SpanLink,
 )
-from specwire.completion import Stage
-from specwire.telemetry import semantics as names
 
 MS = 1_000_000
 START_NS = 1_700_000_000 * 10**9

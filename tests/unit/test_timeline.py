@@ -11,15 +11,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specwire.cli.timeline import picture
-from specwire.cli.timeline.generation import choose, is_complete
-from specwire.cli.timeline.intervals import difference, intersection, length, union
-from specwire.cli.timeline.layout import BarKind, Lane, Mark
-from specwire.cli.timeline.spans import CLIENT, SERVER, RecordedSpan, SpanEvent, read
 from specwire.completion import Stage
 from specwire.errors import ConfigError
 from specwire.telemetry import semantics as names
 from tests.support.traces import MS, TRACE, Trace, laid_out, saved, three_rounds
+from tools.timeline import picture
+from tools.timeline.generation import choose, is_complete
+from tools.timeline.intervals import difference, intersection, length, union
+from tools.timeline.layout import BarKind, Lane, Mark
+from tools.timeline.spans import CLIENT, SERVER, RecordedSpan, SpanEvent, read
 
 OTLP_SPAN: dict[str, Any] = {
     "traceId": TRACE.upper(),

@@ -23,8 +23,8 @@ from collections.abc import AsyncIterator, Callable
 from specwire.config.fields import split_address
 from specwire.config.link import Link, ProxyConfig
 from specwire.errors import ConfigError
-from specwire.testing.alarm import Alarm
-from specwire.testing.delay_line import DelayLine, LinkDirection, Signal
+from tools.proxy.alarm import Alarm
+from tools.proxy.delay_line import DelayLine, LinkDirection, Signal
 
 __all__ = ["DelayProxy", "Direction", "Link", "serving"]
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specwire.cli.bench.prompts import Prompt
 from specwire.completion import Speculation
 from specwire.config.flags import flag_name
 from specwire.core import SamplingParams
@@ -21,6 +20,7 @@ from specwire.errors import (
     SpecwireError,
     UnauthenticatedError,
 )
+from tools.bench.prompts import Prompt
 
 if TYPE_CHECKING:
     import httpx2

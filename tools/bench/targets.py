@@ -10,14 +10,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from specwire import tokenizer
-from specwire.cli.bench import flags, prompts
-from specwire.cli.bench.backends import Backend, Coordinator, OpenAIServer, parameters
-from specwire.cli.bench.prompts import BUILT_IN, Prompt
 from specwire.client.client import AsyncClient
 from specwire.config import extras
 from specwire.config.client import ClientConfig
 from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import ConfigError, ServiceUnavailableError
+from tools.bench import flags, prompts
+from tools.bench.backends import Backend, Coordinator, OpenAIServer, parameters
+from tools.bench.prompts import BUILT_IN, Prompt
 
 _PATHS = {flags.OPENAI: "/v1/completions", flags.OPENAI_CHAT: "/v1/chat/completions"}
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from specwire.engine.heads.files import replace_file
-from specwire.engine.heads.fit import Inputs
 from specwire.engine.heads.model import Head
-from specwire.engine.heads.states import Advance, Kept
+from tools.heads.fit import Inputs
+from tools.heads.states import Advance, Kept
 
 _BATCH = 256
 _RATE, _WARMUP_STEPS = 5e-4, 20

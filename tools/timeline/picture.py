@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from specwire.cli.timeline.layout import Bar, BarKind, Lane, Mark, RoundFigures, Timeline
+from tools.timeline.layout import Bar, BarKind, Lane, Mark, RoundFigures, Timeline
 
 MAX_ROUNDS = 12
 """With more, rounds are too narrow for their labels, unless the picture grows."""

@@ -20,8 +20,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from specwire.cli.timeline.spans import RecordedSpan, spans_of
 from specwire.errors import ConfigError
+from tools.timeline.spans import RecordedSpan, spans_of
 
 MAX_BYTES = 64 << 20
 _OPTIONS = (("grpc.so_reuseport", 0),)

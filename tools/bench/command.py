@@ -14,14 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specwire.cli.bench import flags
-from specwire.cli.bench.metrics import RequestRecord, Summary, summarize
 from specwire.config import extras
 from specwire.config.client import ClientConfig
 from specwire.config.flags import add_flags, read_config
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
+from tools.bench import flags
+from tools.bench.metrics import RequestRecord, Summary, summarize
 
 _ABOUT = "send a load of requests to a running server and measure latency and throughput"
 _EXAMPLES = """\
@@ -105,7 +105,7 @@ class _Session:
     """One run of the command, which can report a partial measurement after an interruption."""
 
     def __init__(self, args: argparse.Namespace, config: ClientConfig, params: SamplingParams) -> None:
-        from specwire.cli.bench import serve, targets
+        from tools.bench import serve, targets
 
         self._args = args
         self._params = params
@@ -122,7 +122,7 @@ class _Session:
 
     async def measure(self) -> None:
         """Ask for the models, warm up, send the load."""
-        from specwire.cli.bench import report, serve
+        from tools.bench import report, serve
 
         args = self._args
         async with self._target.opened() as backend:
@@ -137,7 +137,7 @@ class _Session:
 
     def report(self, interrupted: bool) -> Summary:
         """Print the table, write the files."""
-        from specwire.cli.bench import report
+        from tools.bench import report
 
         args, measurement = self._args, self._measurement
         records: Sequence[RequestRecord] = measurement.records if measurement else []

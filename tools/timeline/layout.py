@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from specwire.cli.timeline.generation import (
+from specwire.completion import Stage
+from specwire.errors import ConfigError
+from specwire.telemetry import semantics as names
+from tools.timeline.generation import (
     MODEL_CALLS,
     GenerationTrace,
     count,
@@ -22,11 +25,8 @@ from specwire.cli.timeline.generation import (
     serving,
     text,
 )
-from specwire.cli.timeline.intervals import Interval, difference, intersection, length, union
-from specwire.cli.timeline.spans import RecordedSpan
-from specwire.completion import Stage
-from specwire.errors import ConfigError
-from specwire.telemetry import semantics as names
+from tools.timeline.intervals import Interval, difference, intersection, length, union
+from tools.timeline.spans import RecordedSpan
 
 TOLERANCE_NS = 50_000
 """Offsets below this are noise of reading the clock rather than a difference of clocks."""

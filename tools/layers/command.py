@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specwire.cli.train_heads import bar
 from specwire.config import extras
-from specwire.config.layers import SearchLayersConfig
+from tools.heads.command import bar
+from tools.layers.config import SearchLayersConfig
 
 if TYPE_CHECKING:
-    from specwire.engine.layers.objective import Promise
+    from tools.layers.objective import Promise
 
 
 def run(config: SearchLayersConfig) -> int:
     """Search, draw, and say how the result is used; returns the exit status."""
     if config.picture:
         extras.require("--picture", "bench")
-    from specwire.engine.layers.search import run as search  # loads torch
+    from tools.layers.search import run as search  # loads torch
 
     found, tried = search(config, bar)
     if config.picture:

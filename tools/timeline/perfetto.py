@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specwire.cli.timeline.layout import Bar, BarKind, Lane, Timeline
 from specwire.telemetry import semantics as names
+from tools.timeline.layout import Bar, BarKind, Lane, Timeline
 
 Event = dict[str, Any]
 _PIDS = {lane: number for number, lane in enumerate(Lane, 1)}

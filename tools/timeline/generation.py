@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
 from specwire.telemetry import semantics as names
+from tools.timeline.spans import RecordedSpan
 
 MODEL_CALLS = ("draft", "verify")
 """The coordinator's spans around calls of the model services, one for each attempt."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specwire.engine.heads.model import Head
-from specwire.engine.heads.states import Advance, Text
+from tools.heads.states import Advance, Text
 
 _CHUNK = 4096
 _RIDGE = 1e-4

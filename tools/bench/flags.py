@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from specwire.cli.bench.metrics import OBJECTIVES
+from tools.bench.metrics import OBJECTIVES
 
 SPECWIRE, OPENAI, OPENAI_CHAT = "specwire", "openai", "openai-chat"
 RANDOM, SHAREGPT, CUSTOM = "random", "sharegpt", "custom"

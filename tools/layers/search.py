@@ -19,17 +19,17 @@ import torch
 from specwire import tokenizer
 from specwire.config import extras
 from specwire.config.blocks import Block, skip_text
-from specwire.config.layers import SearchLayersConfig
 from specwire.config.models import EMBEDDED
 from specwire.engine import boot
 from specwire.engine.layers import files
 from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.layers.files import BESIDE, Found
-from specwire.engine.layers.objective import Promise, Trials, num_pages, promise
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
+from tools.layers.config import SearchLayersConfig
+from tools.layers.objective import Promise, Trials, num_pages, promise
 
 PROMPT_LEN, _LEAST_PROMPT_LEN = 64, 8
 """Tokens of each prompt."""

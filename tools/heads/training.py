@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from specwire import embedded, tokenizer
-from specwire.config.heads import TrainHeadsConfig
 from specwire.config.models import EMBEDDED
 from specwire.engine.boot import model_directory
 from specwire.engine.heads import files
-from specwire.engine.heads.descent import descend
 from specwire.engine.heads.files import HeadsConfig
-from specwire.engine.heads.fit import Inputs, fit
 from specwire.engine.heads.model import Head, Target
-from specwire.engine.heads.states import WINDOW, Kept, run_text
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import errors_naming, load_weights, read_config
 from specwire.errors import ConfigError
 from specwire.support import IntArray
+from tools.heads.config import TrainHeadsConfig
+from tools.heads.descent import descend
+from tools.heads.fit import Inputs, fit
+from tools.heads.states import WINDOW, Kept, run_text
 
 _PARTIAL = "training"
 """What is kept in case of an interruption, in the heads' directory; removed at the end."""

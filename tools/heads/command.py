@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from specwire.config.heads import TrainHeadsConfig
+from tools.heads.config import TrainHeadsConfig
 
 
 def run(config: TrainHeadsConfig) -> int:
     """Train, and say how the heads are used; returns the exit status."""
-    from specwire.engine.heads.training import train  # loads torch
+    from tools.heads.training import train  # loads torch
 
     made = train(config, bar)
     use = f"specwire up --target {config.target} --draft heads:{config.out}"

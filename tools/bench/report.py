@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.cli.bench.metrics import (
+from specwire.cli.terminal import passes
+from tools.bench.metrics import (
     METRICS,
     PERCENTILES,
     LatencySummary,
@@ -18,7 +19,6 @@ from specwire.cli.bench.metrics import (
     output_rate,
     running_requests,
 )
-from specwire.cli.terminal import passes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

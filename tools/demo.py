@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specwire.cli import compare
-from specwire.cli.compare import tokens_per_s
 from specwire.cli.supervisor import Stack
 from specwire.cli.terminal import dim, passes, stream, table
 from specwire.client.client import Client
 from specwire.completion import Completion, Speculation, Stage
 from specwire.config.stack import DemoConfig, StackConfig
 from specwire.core import SamplingParams
+from tools import compare
+from tools.compare import tokens_per_s
 
 PROMPT = '''class Stack:
     """A last-in, first-out stack."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specwire.cli.bench.backends import Attempt, Backend
-from specwire.cli.bench.metrics import OK, RequestRecord
-from specwire.cli.bench.prompts import Prompt
 from specwire.core import SamplingParams
 from specwire.errors import ResourceExhaustedError, SpecwireError
+from tools.bench.backends import Attempt, Backend
+from tools.bench.metrics import OK, RequestRecord
+from tools.bench.prompts import Prompt
 
 _MAX_SEED = 2**63
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from specwire.config.link import Link
-from specwire.testing.alarm import Alarm
+from tools.proxy.alarm import Alarm
 
 MAX_HELD_BYTES = 4 << 20
 _MIN_PIECE_BYTES = 1500

@@ -12,10 +12,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.cli.timeline import layout, perfetto, picture
-from specwire.cli.timeline import spans as span_files
-from specwire.cli.timeline.generation import GenerationTrace, choose, generations, is_complete
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.config import extras
 from specwire.config.fields import split_address
 from specwire.config.flags import add_flags, flag_name, read_config
@@ -23,10 +19,14 @@ from specwire.config.sampling_flags import add_sampling_flags, sampling_params, 
 from specwire.config.stack import LiveConfig
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
+from tools.timeline import layout, perfetto, picture
+from tools.timeline import spans as span_files
+from tools.timeline.generation import GenerationTrace, choose, generations, is_complete
+from tools.timeline.spans import RecordedSpan
 
 if TYPE_CHECKING:
-    from specwire.cli.timeline.receiver import Receiver
     from specwire.client.client import Client
+    from tools.timeline.receiver import Receiver
 
 _ABOUT = "draw a timeline of one generation from its spans"
 _EXAMPLES = """\
@@ -149,7 +149,7 @@ def _live(args: argparse.Namespace) -> GenerationTrace:
 
 
 def _prompt(client: Client, args: argparse.Namespace) -> dict[str, Any]:
-    from specwire.cli.bench import prompts
+    from tools.bench import prompts
 
     if args.token_ids is not None:
         return {"prompt_token_ids": args.token_ids}
@@ -189,7 +189,7 @@ def _received(address: str, trace_id: str) -> GenerationTrace:
 
 def _receiver(address: str) -> Receiver:
     extras.require("receiving spans", "tracing")
-    from specwire.cli.timeline.receiver import Receiver
+    from tools.timeline.receiver import Receiver
 
     return Receiver(address)
 
