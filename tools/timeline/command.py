@@ -32,7 +32,7 @@ _ABOUT = "draw a timeline of one generation from its spans"
 _EXAMPLES = """\
 examples:
   specwire timeline spans.json                        OTLP JSON (or Jaeger's) to timeline.svg
-  specwire timeline spans.json --rounds 8:40          rounds 8 to 39; the picture is as wide as they need
+  specwire timeline spans.json --rounds 8:40          rounds 8 to 39, as wide as they need
   specwire timeline --live --prompt "import os"       start everything, generate, draw that
   specwire timeline --receive 0.0.0.0:4317            be the collector of services that run
                                                       elsewhere; draw their next generation
