@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
-CODE := specwire draft_service verify_service coordinator tests benchmarks
+CODE := specwire draft_service verify_service coordinator tools tests benchmarks
 
 .PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow suites peers train clean
 

@@ -10,7 +10,7 @@ from benchmarks import prompts as python
 from benchmarks.names import ASSISTED, CONTINUOUS, NO_SPECULATION, SPECWIRE
 from benchmarks.report import Bar, Report, Summary, ratios, summarise, table
 from benchmarks.systems import Burst, StreamsSystem
-from specwire.cli.bench.metrics import LatencySummary
+from tools.bench.metrics import LatencySummary
 
 _SYSTEMS = (SPECWIRE, NO_SPECULATION, ASSISTED, CONTINUOUS)
 _MANY = 16

@@ -31,9 +31,9 @@ from benchmarks.embedded import corpus, train
 from benchmarks.prompts import python_windows
 from specwire import AsyncClient, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
-from specwire.config.heads import TrainHeadsConfig
 from specwire.config.stack import UpConfig
-from specwire.engine.heads import training
+from tools.heads import training
+from tools.heads.config import TrainHeadsConfig
 
 VOCAB_SIZE = 1792
 BEGIN, END = "<s>", "</s>"

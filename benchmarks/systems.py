@@ -13,8 +13,8 @@ from benchmarks.batching import BatchOrder
 from benchmarks.names import ASSISTED, ASSISTED_CONSTANT, CONTINUOUS, PLAIN
 from benchmarks.peers import Order, Peer
 from specwire import AsyncClient, Client, SamplingParams
-from specwire.cli.bench.metrics import RequestRecord
 from specwire.completion import Stage, Timing
+from tools.bench.metrics import RequestRecord
 
 CONSTANT_TOKENS = 4
 """Guesses a round of the assisted generation with a constant number."""
@@ -145,7 +145,7 @@ class Burst:
 
 
 def tpot_ms(first_s: float, end_s: float, num_tokens: int) -> float:
-    """Time per output token after the first, as `specwire.cli.bench.metrics` defines it; of at least two."""
+    """Time per output token after the first, as `tools.bench.metrics` defines it; of at least two."""
     record = RequestRecord(start_s=0.0, end_s=end_s, chunk_times_s=(first_s,), num_output_tokens=num_tokens)
     value = record.tpot_ms
     assert value is not None, "one token has no time per token after the first"

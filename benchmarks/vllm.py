@@ -27,10 +27,10 @@ from benchmarks.choice import NUM_TOKENS, config_of
 from benchmarks.prompts import PROMPTS
 from benchmarks.report import RESULTS, Report, machine, table
 from specwire import SamplingParams, embedded
-from specwire.cli.bench.backends import Attempt, OpenAIServer
-from specwire.cli.bench.prompts import Prompt
 from specwire.cli.supervisor import Stack
 from specwire.config.models import EMBEDDED
+from tools.bench.backends import Attempt, OpenAIServer
+from tools.bench.prompts import Prompt
 
 PYTHON = Path("build/peers/bin/python")
 OURS, OFF, VLLM = "specwire", "specwire without drafts", "vLLM"

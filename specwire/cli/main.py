@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -14,24 +13,19 @@ from typing import Any
 
 from specwire import parent, preflight
 from specwire.cli import generate, replicas, serve
-from specwire.cli.bench import command as bench
+from specwire.cli.signals import end_on_signals
 from specwire.cli.supervisor import Stack
-from specwire.cli.timeline import command as timeline
 from specwire.config import extras
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import check_environment
-from specwire.config.flags import add_config_file, add_flags, as_given, read_config
-from specwire.config.heads import TrainHeadsConfig
-from specwire.config.layers import SearchLayersConfig
-from specwire.config.link import ProxyConfig
-from specwire.config.parser import Parser
+from specwire.config.flags import add_config_file, as_given, read_config
+from specwire.config.parser import Parser, add_command
 from specwire.config.sampling_flags import add_sampling_flags
 from specwire.config.sampling_flags import sampling_params as _sampling_params
 from specwire.config.serve import ServeConfig
-from specwire.config.stack import DemoConfig, TuneConfig, UpConfig
-from specwire.engine import threads
+from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError, UnauthenticatedError
-from specwire.telemetry import logs, stacks
+from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -98,23 +92,25 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"specwire {_version()}")
+    from tools import commands as tools  # not before the command line is read: no service needs them
+
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve.add_command(commands).set_defaults(run=_serve)
     _add_up(commands)
-    _add_demo(commands)
+    tools.add_demo(commands)
     _add_health(commands)
     _add_chat(commands)
     generate.add_command(commands).set_defaults(run=generate.run)
-    bench.add_command(commands)
-    _add_proxy(commands)
+    tools.add_bench(commands)
+    tools.add_proxy(commands)
     _add_token(commands)
     _add_http(commands)
-    _add_train_heads(commands)
-    _add_search_layers(commands)
+    tools.add_train_heads(commands)
+    tools.add_search_layers(commands)
     _add_drafts(commands)
-    _add_tune(commands)
+    tools.add_tune(commands)
     _add_status(commands)
-    timeline.add_command(commands).set_defaults(run=_timeline)
+    tools.add_timeline(commands)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
     return parser
@@ -127,52 +123,26 @@ def _version() -> str:
         return "from a source tree"
 
 
-def _add_command(commands: Any, name: str, about: str, config: type[Any]) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about[0].upper() + about[1:] + "."
-    )
-    add_flags(command, config)
-    return command
-
-
 def _add_up(commands: Any) -> None:
     about = "run the three services on this machine until Ctrl-C"
-    up = _add_command(commands, "up", about, UpConfig)
+    up = add_command(commands, "up", about, UpConfig)
     add_config_file(up)
     up.set_defaults(run=_up)
 
 
-def _add_demo(commands: Any) -> None:
-    about = "start everything, continue a prompt, show what happened"
-    demo = _add_command(commands, "demo", about, DemoConfig)
-    add_config_file(demo)
-    demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
-    omit = ("rule", "num_draft_tokens", "max_depth", "draft")
-    add_sampling_flags(demo, omit=omit, max_tokens=192, temperature=0.7, seed=7)
-    _add_json(demo)
-    compare = "decode plainly and with each kind of draft in turn: chain, block, tree, ngram"
-    demo.add_argument("--compare", action="store_true", help=compare)
-    demo.set_defaults(run=_demo)
-
-
 def _add_health(commands: Any) -> None:
     about = "say whether a service is healthy; status 0 if it is"
-    health = _add_command(commands, "health", about, ClientConfig)
+    health = add_command(commands, "health", about, ClientConfig)
     health.add_argument("--service", default="", metavar="NAME", help="full name (default: all it serves)")
     health.set_defaults(run=_health)
 
 
 def _add_chat(commands: Any) -> None:
     about = "chat with the model of a running coordinator, in colours by the fate of each token"
-    chat = _add_command(commands, "chat", about, ClientConfig)
+    chat = add_command(commands, "chat", about, ClientConfig)
     chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the chat")
     add_sampling_flags(chat, max_tokens=512)
     chat.set_defaults(run=_chat)
-
-
-def _add_proxy(commands: Any) -> None:
-    about = "add latency, jitter and a bandwidth limit between two services"
-    _add_command(commands, "proxy", about, ProxyConfig).set_defaults(run=_proxy)
 
 
 def _add_token(commands: Any) -> None:
@@ -189,40 +159,19 @@ def _add_token(commands: Any) -> None:
 
 def _add_http(commands: Any) -> None:
     about = "serve OpenAI's API and a page in front of a coordinator"
-    http = _add_command(commands, "http", about, HttpConfig)
+    http = add_command(commands, "http", about, HttpConfig)
     add_config_file(http)
     http.set_defaults(run=_http)
 
 
-def _add_train_heads(commands: Any) -> None:
-    about = "train heads with which a target drafts for itself"
-    _add_command(commands, "train-heads", about, TrainHeadsConfig).set_defaults(run=_train_heads)
-
-
-def _add_search_layers(commands: Any) -> None:
-    about = "search for layers without which a target drafts for itself"
-    _add_command(commands, "search-layers", about, SearchLayersConfig).set_defaults(run=_search_layers)
-
-
 def _add_drafts(commands: Any) -> None:
     about = "list the kinds of drafts, what they need, and what they have brought on a running coordinator"
-    _add_command(commands, "drafts", about, ClientConfig).set_defaults(run=_drafts)
-
-
-def _add_tune(commands: Any) -> None:
-    about = "measure a pair on a text, and say how it would be drafted with how many streams"
-    tune = _add_command(commands, "tune", about, TuneConfig)
-    add_sampling_flags(tune, omit=("rule", "num_draft_tokens", "max_depth", "draft", "seed"), max_tokens=64)
-    tune.set_defaults(run=_tune)
+    add_command(commands, "drafts", about, ClientConfig).set_defaults(run=_drafts)
 
 
 def _add_status(commands: Any) -> None:
     about = "say what a running coordinator serves and does, and whether its texts can be repeated"
-    _add_command(commands, "status", about, ClientConfig).set_defaults(run=_status)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the completion as JSON")
+    add_command(commands, "status", about, ClientConfig).set_defaults(run=_status)
 
 
 def _up(args: argparse.Namespace) -> int:
@@ -243,7 +192,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _run_stack(settings: UpConfig, name: str, about: str = "") -> int:
     logs.set_up(settings.log_level, settings.log_format, name)
     check_environment(os.environ)
-    _end_on_signals(terminated=0)
+    end_on_signals(terminated=0)
     with Stack(settings) as stack:
         print(f"ready {stack.address}", flush=True)
         if stack.http:
@@ -251,32 +200,6 @@ def _run_stack(settings: UpConfig, name: str, about: str = "") -> int:
         if about:
             print(about, flush=True)
         stack.keep()
-
-
-def _end_on_signals(terminated: int = 128 + signal.SIGTERM) -> None:
-    """Handle SIGINT explicitly too, as shells start background commands with it ignored.
-
-    Args:
-        terminated: the exit status after SIGTERM.
-    """
-    stacks.show_on_signal()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(terminated))
-
-
-def _demo(args: argparse.Namespace) -> int:
-    from specwire.cli import demo
-
-    _end_on_signals()
-    settings = read_config(DemoConfig, args, os.environ)
-    extras.require("specwire demo", "serve")
-    params = _sampling_params(args)
-    return demo.run(settings, args.prompt, params, as_json=bool(args.json), compares=bool(args.compare))
-
-
-def _timeline(args: argparse.Namespace) -> int:
-    _end_on_signals()
-    return timeline.run(args)
 
 
 def _health(args: argparse.Namespace) -> int:
@@ -306,15 +229,6 @@ def _token(args: argparse.Namespace) -> int:
     return 0
 
 
-def _proxy(args: argparse.Namespace) -> int:
-    from specwire.rpc import process
-    from specwire.testing import delay_proxy
-
-    serving = delay_proxy.serving(read_config(ProxyConfig, args, os.environ))
-    asyncio.run(process.run_until_signal(serving))
-    return 0
-
-
 def _drafts(args: argparse.Namespace) -> int:
     from specwire.cli import drafts
 
@@ -322,38 +236,11 @@ def _drafts(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tune(args: argparse.Namespace) -> int:
-    from specwire.cli import tune
-
-    _end_on_signals()
-    settings = read_config(TuneConfig, args, os.environ)
-    extras.require("specwire tune", "serve")
-    return tune.run(settings, _sampling_params(args))
-
-
 def _status(args: argparse.Namespace) -> int:
     from specwire.cli import status
 
     print(status.show(read_config(ClientConfig, args, os.environ)))
     return 0
-
-
-def _train_heads(args: argparse.Namespace) -> int:
-    extras.require("specwire train-heads", "serve")
-    threads.spin_briefly(os.environ)
-    from specwire.cli import train_heads
-
-    _end_on_signals()
-    return train_heads.run(read_config(TrainHeadsConfig, args, os.environ))
-
-
-def _search_layers(args: argparse.Namespace) -> int:
-    extras.require("specwire search-layers", "serve")
-    threads.spin_briefly(os.environ)
-    from specwire.cli import search_layers
-
-    _end_on_signals()
-    return search_layers.run(read_config(SearchLayersConfig, args, os.environ))
 
 
 def _http(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from specwire.config.flags import did_you_mean
+from specwire.config.flags import add_flags, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +56,15 @@ class Parser(argparse.ArgumentParser):
     def _flags(self) -> list[str]:
         """Argparse has no public list of them."""
         return [flag for action in self._actions for flag in action.option_strings]
+
+
+def add_command(commands: Any, name: str, about: str, config: type[Any]) -> argparse.ArgumentParser:
+    """Add a command with the flags of a config; the caller sets what runs it."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about[0].upper() + about[1:] + "."
+    )
+    add_flags(command, config)
+    return command
 
 
 def _near(words: Sequence[str], known: Collection[str]) -> str:

@@ -24,7 +24,7 @@ from tests.support.harness import LocalStack, local_stack
 from tests.support.imports import ROOT
 
 MAX_INSTALLED_BYTES = 150_000_000
-PACKAGES = ("coordinator", "draft_service", "specwire", "verify_service")
+PACKAGES = ("coordinator", "draft_service", "specwire", "tools", "verify_service")
 ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 """Which would let this repository's packages in."""
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from specwire import AsyncClient, Rule, SamplingParams
-from specwire.testing.delay_proxy import Link
 from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
+from tools.proxy.delay_proxy import Link
 
 PROMPT = [5, 9, 11, 2, 7]
 NUM_TOKENS = 80

@@ -26,13 +26,13 @@ from draft_service.drafter import DraftDecider, Question
 from draft_service.scores import SharedScores
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded
 from specwire.rule.columns import Places
-from specwire.testing.delay_proxy import Link
 from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 from tests.support.vocabularies import letters, save_tokenizer
+from tools.proxy.delay_proxy import Link
 
 TARGET_LETTERS = string.ascii_lowercase[:MARKOV_VOCAB_SIZE]
 DRAFT_LETTERS = "jqbsdrhuftalvcno"

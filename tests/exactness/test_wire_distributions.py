@@ -24,12 +24,12 @@ import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.length.planners import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.testing.delay_proxy import Link
 from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from tools.proxy.delay_proxy import Link
 
 NUM_TOKENS = 3_200
 NUM_STREAMS = 64

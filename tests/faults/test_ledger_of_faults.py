@@ -10,11 +10,11 @@ import pytest
 
 from specwire import Client, Rule, SamplingParams
 from specwire.cli.process import Service
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.completion import Stage, Timing
 from specwire.telemetry.semantics import stage_attribute
 from tests.support.fleet import Fleet, hung_device, stopped
 from tests.support.otlp_receiver import OtlpReceiver
+from tools.timeline.spans import RecordedSpan
 
 pytestmark = pytest.mark.timeout(300)
 

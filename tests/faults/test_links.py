@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from specwire.testing.delay_proxy import DelayProxy, Direction, Link
 from tests.support import report
 from tests.support.effort import sized
 from tests.support.harness import StackProxy
 from tests.support.rigs import LINKS, Ending, Rig, rig
+from tools.proxy.delay_proxy import DelayProxy, Direction, Link
 
 BOTH = (Direction.THERE, Direction.BACK)
 WAYS: dict[str, Sequence[Direction]] = {"there": BOTH[:1], "back": BOTH[1:], "both": BOTH}

@@ -26,7 +26,6 @@ import pytest
 from specwire import AsyncClient, RetryPolicy, ServiceUnavailableError
 from specwire.cli.process import Service
 from specwire.config.link import Link
-from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2
 from tests.support import report
 from tests.support.effort import CHAOS, sized
@@ -34,6 +33,7 @@ from tests.support.fleet import START_S, Fleet, flag_list, stopped
 from tests.support.harness import LoopThread, StackProxy
 from tests.support.readers import Load, Seen, run, run_http
 from tests.support.rigs import is_serving
+from tools.proxy.delay_proxy import DelayProxy
 
 NUM_CLIENTS = 8
 LOAD = Load(NUM_CLIENTS, sized(2, 100), num_tokens=100)

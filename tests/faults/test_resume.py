@@ -29,12 +29,12 @@ from specwire import (
 from specwire.config.link import Link
 from specwire.core import ModelInfo
 from specwire.rpc import statuses
-from specwire.testing.delay_proxy import DelayProxy
 from specwire.v1 import generation_pb2
 from specwire.wire import client as client_wire
 from tests.support import texts
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 from tests.support.raw_streams import Wire
+from tools.proxy.delay_proxy import DelayProxy
 
 PROMPT = "The quick brown"
 UNREACHABLE = "127.0.0.1:1"

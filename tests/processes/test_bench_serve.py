@@ -18,13 +18,13 @@ import pytest
 
 from specwire import AsyncClient, SamplingParams
 from specwire.cli import main as cli
-from specwire.cli.bench import report
-from specwire.cli.bench.backends import Coordinator
-from specwire.cli.bench.metrics import METRICS, RequestRecord, summarize
-from specwire.cli.bench.prompts import Prompt
-from specwire.cli.bench.serve import Measurement, OfferedLoad
 from tests.support.command_line import one_line_error, usage_error
 from tests.support.harness import LocalStack, local_stack
+from tools.bench import report
+from tools.bench.backends import Coordinator
+from tools.bench.metrics import METRICS, RequestRecord, summarize
+from tools.bench.prompts import Prompt
+from tools.bench.serve import Measurement, OfferedLoad
 
 ROOT = Path(__file__).parents[2]
 TARGET_MS, DRAFT_MS, ALPHA = 10.0, 1.0, 0.8

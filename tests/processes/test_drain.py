@@ -27,7 +27,7 @@ from specwire.config.services import VerifyConfig
 from specwire.rpc import server as rpc_server
 from specwire.rpc.draining import Drain
 from specwire.rpc.server import Server
-from specwire.testing.delay_proxy import DelayProxy, Link
+from tools.proxy.delay_proxy import DelayProxy, Link
 
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200

@@ -9,11 +9,11 @@ import pytest
 
 from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
-from specwire.cli.timeline.spans import CLIENT, INTERNAL, SERVER, RecordedSpan
 from specwire.completion import Stage
 from specwire.config.stack import UpConfig
 from specwire.telemetry import semantics as names
 from tests.support.otlp_receiver import OtlpReceiver
+from tools.timeline.spans import CLIENT, INTERNAL, SERVER, RecordedSpan
 
 PROMPT = [5, 9, 11, 2, 7]
 PARENTS = {

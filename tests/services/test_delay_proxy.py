@@ -25,10 +25,10 @@ import pytest
 
 from specwire import Completion, Rule, SamplingParams
 from specwire.errors import ConfigError
-from specwire.testing import alarm
-from specwire.testing.delay_proxy import DelayProxy, Link
 from tests.support.harness import LocalStack, StackProxy, local_stack
 from tests.support.links import MS, Linked, Peer, until
+from tools.proxy import alarm
+from tools.proxy.delay_proxy import DelayProxy, Link
 
 TARGET, DRAFT = "emulated:step_ms=2", "emulated:step_ms=0.2,alpha=0.8"
 

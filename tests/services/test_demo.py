@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from specwire import Rule, SamplingParams
-from specwire.cli import demo
 from specwire.cli import main as cli
 from specwire.cli.terminal import painted_chunk, passes, printable
 from specwire.completion import Speculation
@@ -23,6 +22,7 @@ from specwire.config.stack import UpConfig
 from tests.support.command_line import check_completion
 from tests.support.harness import LocalStack
 from tests.support.rounds import received_chunks
+from tools import demo
 
 PROMPT = "The quick brown"
 GREEN, RED_STRUCK, BLUE, RESET = "\x1b[32m", "\x1b[31;9m", "\x1b[34m", "\x1b[0m"

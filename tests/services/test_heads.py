@@ -15,15 +15,16 @@ import pytest
 from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
-from specwire.config.heads import TrainHeadsConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
-from specwire.engine.heads import descent, files, training
+from specwire.engine.heads import files
 from specwire.errors import ConfigError, ModelLoadError
-from specwire.testing.delay_proxy import Link
 from tests.support.harness import LocalStack, local_stack
 from tests.support.heads import save_heads
 from tests.support.pairs import save_target
+from tools.heads import descent, training
+from tools.heads.config import TrainHeadsConfig
+from tools.proxy.delay_proxy import Link
 
 HEADS = '{"method": "medusa"}'
 PROMPT = [5, 9, 11, 2, 7, 4]

@@ -16,12 +16,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from coordinator.servicer import GenerationServicer
 from specwire import AsyncClient, SamplingParams
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import InvalidRequestError, ServiceUnavailableError
 from specwire.telemetry.propagation import TraceContext
 from tests.support.fronts import Fronted, fronted
 from tests.support.harness import local_stack
 from tests.support.otlp_receiver import OtlpReceiver
+from tools.timeline.spans import RecordedSpan
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
 

@@ -14,7 +14,6 @@ import pytest
 from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
 from specwire.core import Fate, Preparation
 from specwire.rule.random import Purpose, uniform
-from specwire.testing.delay_proxy import Link
 from specwire.v1 import common_pb2
 from specwire.wire import model as wire
 from specwire.wire import proposals
@@ -23,6 +22,7 @@ from specwire.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, sampling, verify
 from tests.support.pairs import save_good_draft, save_target
+from tools.proxy.delay_proxy import Link
 
 PROMPT = [3, 1, 4, 1, 5]
 KSEQ = SamplingParams(rule=Rule.KSEQ, seed=7, max_tokens=24, ignore_eos=True)

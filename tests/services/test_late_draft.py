@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from specwire import Rule, SamplingParams
-from specwire.testing.delay_proxy import Link
 from tests.support.harness import LocalStack, local_stack
+from tools.proxy.delay_proxy import Link
 
 pytestmark = pytest.mark.serial
 

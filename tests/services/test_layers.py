@@ -21,24 +21,26 @@ import pytest
 
 import verify_service.layers
 from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams
-from specwire.cli import drafts, search_layers
+from specwire.cli import drafts
 from specwire.config.blocks import Block, parse_skip
 from specwire.config.client import ClientConfig
-from specwire.config.layers import SearchLayersConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
-from specwire.engine.layers import files, search
+from specwire.engine.layers import files
 from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.layers.files import Found
-from specwire.engine.layers.objective import Costs, Promise, Trials, num_pages, promise
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError, SpecwireError
-from specwire.testing.delay_proxy import Link
 from tests.support import encoder_decoders
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_target
 from tests.support.tiny_models import build
+from tools.layers import command as search_layers
+from tools.layers import search
+from tools.layers.config import SearchLayersConfig
+from tools.layers.objective import Costs, Promise, Trials, num_pages, promise
+from tools.proxy.delay_proxy import Link
 from verify_service.threshold import Threshold
 
 LAYERS = '{"method": "layers"}'

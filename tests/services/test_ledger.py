@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from specwire import Completion, DeadlineExceededError, Rule, SamplingParams
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.completion import Stage
 from specwire.errors import InvalidRequestError
 from specwire.telemetry.semantics import stage_attribute
-from specwire.testing.delay_proxy import Link
 from tests.support.harness import LocalStack, local_stack
 from tests.support.otlp_receiver import OtlpReceiver
+from tools.proxy.delay_proxy import Link
+from tools.timeline.spans import RecordedSpan
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]
 

@@ -21,12 +21,12 @@ from specwire.config.client import ClientConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
-from specwire.testing.delay_proxy import Link
 from tests.support import encoder_decoders
 from tests.support.blocks import save_block_drafter
 from tests.support.harness import LocalStack, local_stack
 from tests.support.mtp import save_mtp_target
 from tests.support.pairs import save_good_draft, save_target
+from tools.proxy.delay_proxy import Link
 
 MTP = '{"method": "mtp"}'
 PROMPT = [5, 9, 11, 2, 7, 4]

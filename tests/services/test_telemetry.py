@@ -17,7 +17,6 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from coordinator.metrics import TABLE as COORDINATOR
 from specwire import Rule, SamplingParams
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError
 from specwire.telemetry import semantics as names
@@ -27,6 +26,7 @@ from specwire.telemetry.metrics import TRACING
 from specwire.telemetry.span_queue import SpanQueue
 from tests.support.harness import local_stack
 from tests.support.otlp_receiver import OtlpReceiver, refusing, silent
+from tools.timeline.spans import RecordedSpan
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

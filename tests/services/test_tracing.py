@@ -17,11 +17,11 @@ import pytest
 from opentelemetry import semconv
 
 import specwire
-from specwire.cli.timeline.spans import RecordedSpan
 from specwire.errors import ConfigError
 from specwire.telemetry import semantics, tracing
 from specwire.telemetry.propagation import W3C, TraceContext
 from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, refusing, silent
+from tools.timeline.spans import RecordedSpan
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

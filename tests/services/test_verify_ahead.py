@@ -27,7 +27,6 @@ from specwire import Completion, Rule, SamplingParams
 from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict
 from specwire.engine import boot
 from specwire.engine.jobs import TokenSequence
-from specwire.testing.delay_proxy import Link
 from specwire.v1 import generation_pb2_grpc, verify_pb2_grpc
 from specwire.wire import model as model_wire
 from specwire.wire import verify as verify_wire
@@ -35,6 +34,7 @@ from specwire.wire.verify import AheadOrder, VerifyOrder
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import raw_stream, verify
 from tests.support.paused import most_ahead, opening
+from tools.proxy.delay_proxy import Link
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
 from verify_service.own import Drafting
 from verify_service.stream import VerifyStream

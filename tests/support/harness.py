@@ -24,8 +24,8 @@ from specwire.cli.supervisor import Stack
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.engine import boot
-from specwire.testing.delay_proxy import DelayProxy, Link
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
+from tools.proxy.delay_proxy import DelayProxy, Link
 
 LOOPBACK = "127.0.0.1:0"
 _START_TIMEOUT_S = 240

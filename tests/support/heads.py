@@ -8,11 +8,11 @@ import numpy as np
 
 from specwire.engine.heads import files
 from specwire.engine.heads.files import HeadsConfig
-from specwire.engine.heads.fit import Inputs, fit
 from specwire.engine.heads.model import Head
-from specwire.engine.heads.states import Kept, run_text
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import load_model
+from tools.heads.fit import Inputs, fit
+from tools.heads.states import Kept, run_text
 
 NUM_HEADS, NUM_FEATURES = 2, 128
 NUM_TOKENS = 2048

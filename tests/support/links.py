@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from specwire.config.fields import split_address
-from specwire.testing.delay_proxy import DelayProxy, Link
+from tools.proxy.delay_proxy import DelayProxy, Link
 
 MS = 1e-3
 

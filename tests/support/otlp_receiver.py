@@ -11,8 +11,8 @@ from typing import Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from specwire.cli.timeline.receiver import Receiver, Store
-from specwire.cli.timeline.spans import RecordedSpan
+from tools.timeline.receiver import Receiver, Store
+from tools.timeline.spans import RecordedSpan
 
 
 class _Waiting(Store):

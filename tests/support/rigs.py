@@ -12,8 +12,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Client, Rule, SamplingParams, SpecwireError
-from specwire.testing.delay_proxy import DelayProxy, Link
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
+from tools.proxy.delay_proxy import DelayProxy, Link
 
 TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"
 PROMPT = (1, 2, 3)

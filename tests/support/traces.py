@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from specwire.cli.timeline import layout
-from specwire.cli.timeline.generation import choose
-from specwire.cli.timeline.spans import (
+from specwire.completion import Stage
+from specwire.telemetry import semantics as names
+from tools.timeline import layout
+from tools.timeline.generation import choose
+from tools.timeline.spans import (
     CLIENT,
     INTERNAL,
     SERVER,
     RecordedSpan,
     SpanEvent,
     SpanLink,
-    save,
 )
-from specwire.completion import Stage
-from specwire.telemetry import semantics as names
 
 MS = 1_000_000
 START_NS = 1_700_000_000 * 10**9
@@ -161,6 +161,33 @@ def laid_out(spans: list[RecordedSpan], numbers: range | None = None) -> layout.
     return layout.make(choose(spans), numbers)
 
 
-def saved(path: Path, spans: list[RecordedSpan]) -> Path:
-    save(path, spans)
+def saved(path: Path, spans: Iterable[RecordedSpan]) -> Path:
+    """Written as the collector's file exporter does, one message a line."""
+    path.write_text("".join(f"{json.dumps(_request(span))}\n" for span in spans))
     return path
+
+
+def _request(span: RecordedSpan) -> dict[str, Any]:
+    found = {
+        "traceId": span.trace_id,
+        "spanId": span.span_id,
+        "parentSpanId": span.parent_id,
+        "name": span.name,
+        "kind": span.kind,
+        "startTimeUnixNano": str(span.start_ns),
+        "endTimeUnixNano": str(span.end_ns),
+        "attributes": _pairs(span.attributes),
+        "links": [{"traceId": link.trace_id, "spanId": link.span_id} for link in span.links],
+    }
+    return {
+        "resourceSpans": [
+            {"resource": {"attributes": _pairs(span.resource)}, "scopeSpans": [{"spans": [found]}]}
+        ]
+    }
+
+
+def _pairs(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": {_KEYS[type(value)]: value}} for key, value in values.items()]
+
+
+_KEYS = {bool: "boolValue", int: "intValue", float: "doubleValue", str: "stringValue"}

@@ -12,8 +12,10 @@ import pytest
 from scipy import stats
 
 from specwire import ConfigError, ModelInfo, SourceCounts, Speculation
-from specwire.cli.bench import prompts, report
-from specwire.cli.bench.metrics import (
+from tests.support.imports import GRPC, ROOT, imports, packages
+from tests.support.statistics import FALSE_ALARM_RATE
+from tools.bench import prompts, report
+from tools.bench.metrics import (
     METRICS,
     LatencySummary,
     RequestRecord,
@@ -22,10 +24,8 @@ from specwire.cli.bench.metrics import (
     summarize,
     total_speculation,
 )
-from specwire.cli.bench.prompts import Prompt
-from specwire.cli.bench.serve import OfferedLoad, arrival_times
-from tests.support.imports import GRPC, ROOT, imports, packages
-from tests.support.statistics import FALSE_ALARM_RATE
+from tools.bench.prompts import Prompt
+from tools.bench.serve import OfferedLoad, arrival_times
 
 
 def record(
@@ -284,4 +284,4 @@ class TestPrompts:
 
 @pytest.mark.parametrize("name", ["metrics", "prompts", "report"])
 def test_the_arithmetic_knows_no_network(name: str) -> None:
-    assert not packages(imports(ROOT / f"specwire/cli/bench/{name}.py")) & (GRPC | {"asyncio"})
+    assert not packages(imports(ROOT / f"tools/bench/{name}.py")) & (GRPC | {"asyncio"})

@@ -10,9 +10,9 @@ import time
 import psutil
 import pytest
 
-from specwire.testing.delay_line import MAX_HELD_BYTES
-from specwire.testing.delay_proxy import DelayProxy, Direction, Link
 from tests.support.links import MS, Linked, Peer, until
+from tools.proxy.delay_line import MAX_HELD_BYTES
+from tools.proxy.delay_proxy import DelayProxy, Direction, Link
 
 CHUNK = bytes(64 << 10)
 

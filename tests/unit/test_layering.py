@@ -35,7 +35,6 @@ ORDER = (
         ("preflight",),
         ("telemetry",),
         ("rpc",),
-        ("testing",),
     ),
     *(("engine",), ("client",), ("http",), ("cli",)),
 )
@@ -47,14 +46,16 @@ WITH_GRPC = {
     "coordinator/peers/streams.py",
     "coordinator/totals.py",
     "specwire/cli/health.py",
-    "specwire/cli/main.py",
-    "specwire/cli/timeline/receiver.py",
     "specwire/client/client.py",
     "specwire/client/endpoints.py",
     "specwire/client/streaming.py",
     *(f"specwire/rpc/{path.name}" for path in sorted((ROOT / "specwire/rpc").glob("*.py"))),
+    "tools/timeline/receiver.py",
 }
 """Who may know gRPC: everything else can be driven by fakes, without any network."""
+
+CORE = (*SERVICES, "specwire")
+PRODUCT = (*CORE, "tools")
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -92,14 +93,29 @@ def test_every_folder_has_its_place() -> None:
     assert there - {"__init__"} == {name for names in ORDER for name in names}
 
 
+def test_the_core_never_imports_the_tools() -> None:
+    """But for the command line, which finds their commands when it runs."""
+    for folder in CORE:
+        for path in sources(folder):
+            lazy = path != ROOT / "specwire/cli/main.py"
+            assert "tools" not in packages(imports(path, lazy=lazy)), path
+    main = imports(ROOT / "specwire/cli/main.py")
+    assert {name for name in main if name.startswith("tools")} == {"tools", "tools.commands"}
+
+
+def test_the_tools_import_no_service() -> None:
+    for path in sources("tools"):
+        assert not packages(imports(path)) & set(SERVICES), path
+
+
 def test_product_code_imports_no_tests_or_benchmarks() -> None:
-    for folder in (*SERVICES, "specwire"):
+    for folder in PRODUCT:
         for path in sources(folder):
             assert not packages(imports(path)) & {"tests", "benchmarks", "pytest"}, path
 
 
 def test_behaviour_knows_no_grpc() -> None:
-    for folder in (*SERVICES, "specwire"):
+    for folder in PRODUCT:
         for path in sources(folder):
             if str(path.relative_to(ROOT)) not in WITH_GRPC:
                 found = imports(path)
@@ -116,20 +132,27 @@ def test_no_torch_in_the_coordinator() -> None:
         ], path
 
 
-def test_no_torch_outside_the_engine_and_the_samplers() -> None:
+def test_no_torch_outside_the_engine_the_samplers_and_what_trains() -> None:
     heavy = {"torch", "safetensors"}
-    for path in sources("specwire"):
-        relative = path.relative_to(ROOT / "specwire")
-        if relative.parts[0] == "engine" or str(relative) in (
-            *("rule/rows.py", "rule/sampling.py", "rule/transfer.py"),
-        ):
+    for path in (*sources("specwire"), *sources("tools")):
+        relative = path.relative_to(ROOT)
+        if str(relative).startswith(("specwire/engine/", "tools/heads/", "tools/layers/")) or str(
+            relative
+        ) in (*("specwire/rule/rows.py", "specwire/rule/sampling.py", "specwire/rule/transfer.py"),):
             continue
         assert not packages(imports(path, lazy=relative.name != "random.py")) & heavy, path
         assert "transformers" not in packages(imports(path, lazy=False)), path
 
 
+def test_the_command_line_loads_no_torch() -> None:
+    for path in reached(
+        ROOT / "specwire/cli/__main__.py", ROOT / "specwire/cli/main.py", ROOT / "tools/commands.py"
+    ):
+        assert not packages(imports(path, lazy=False)) & {"torch", "safetensors", "transformers"}, path
+
+
 def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
-    for folder in (*SERVICES, "specwire"):
+    for folder in PRODUCT:
         for path in sources(folder):
             found = imports(path)
             in_group = path.parent == ROOT / "specwire/engine/group"
@@ -162,7 +185,7 @@ def test_unit_tests_load_no_torch() -> None:
 
 
 def test_the_http_front_is_loaded_by_its_command_alone() -> None:
-    for folder in (*SERVICES, "specwire"):
+    for folder in PRODUCT:
         for path in sources(folder):
             if ROOT / "specwire/http" not in path.parents:
                 assert not packages(imports(path)) & {"starlette", "uvicorn", "pydantic"}, path

@@ -1,1 +1,1 @@
-"""Draft heads: what makes a target propose by itself; their files, and their training."""
+"""Draft heads: what makes a target propose by itself; their files, and what they compute."""

@@ -1,5 +1,0 @@
-"""A timeline of one generation from its spans: which service worked when, overlaps, prepared rounds.
-
-`spans` reads OTLP, `layout` places bars, `picture` and `page` draw them, `receiver` receives spans of
-running services, `command` is `specwire timeline`.
-"""

@@ -1,0 +1,196 @@
+"""What a load is sent to: a coordinator of ours by gRPC, or any server with OpenAI's API by HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specwire.completion import Speculation
+from specwire.config.flags import flag_name
+from specwire.core import SamplingParams
+from specwire.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    ServiceUnavailableError,
+    SpecwireError,
+    UnauthenticatedError,
+)
+from tools.bench.prompts import Prompt
+
+if TYPE_CHECKING:
+    import httpx2
+
+    from specwire.client.client import AsyncClient
+
+_PARAMETERS = (
+    *("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("stop", "seed"),
+    *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens"),
+    "skip_special_tokens",
+)
+"""Sent by their names, which are OpenAI's, and from `top_k` on those that vLLM has beside them."""
+_MAX_ERROR_LEN = 200
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One request and what came of it.
+
+    Attributes:
+        chunk_times_s: [num_chunks] arrival of each chunk with tokens, by the measurement's clock.
+        chunk_tokens: [num_chunks] tokens of each; where the protocol does not say, 1.
+    """
+
+    chunk_times_s: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+    text: str = ""
+    error: SpecwireError | None = None
+
+
+class Backend(Protocol):
+    """A server under load."""
+
+    async def send(
+        self, prompt: Prompt, params: SamplingParams, attempt: Attempt, now_s: Callable[[], float]
+    ) -> None:
+        """Send one request, and fill the attempt while its answer arrives.
+
+        Raises:
+            SpecwireError: the request failed.
+        """
+
+
+class Coordinator:
+    """A coordinator of ours, through the SDK."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def send(
+        self, prompt: Prompt, params: SamplingParams, attempt: Attempt, now_s: Callable[[], float]
+    ) -> None:
+        """See `Backend`."""
+        async with self._client.stream(prompt.text, params, prompt_token_ids=prompt.token_ids) as stream:
+            async for chunk in stream:
+                if chunk.tokens:
+                    attempt.chunk_times_s.append(now_s())
+                    attempt.chunk_tokens.append(len(chunk.tokens))
+            done = stream.completion
+        attempt.num_input_tokens = done.usage.prompt_tokens
+        attempt.num_output_tokens = done.usage.completion_tokens
+        attempt.speculation = done.speculation
+        attempt.text = done.text
+
+
+class OpenAIServer:
+    """A server with OpenAI's API: completions, or chat completions with the prompt as the user's turn.
+
+    Args:
+        client: with the server's base URL and the key, if it has one.
+        endpoint: path of the URL.
+        model: name of the model, as the server has it.
+    """
+
+    def __init__(self, client: httpx2.AsyncClient, endpoint: str, model: str, *, is_chat: bool) -> None:
+        self._client = client
+        self._endpoint = endpoint
+        self._model = model
+        self._is_chat = is_chat
+
+    async def send(
+        self, prompt: Prompt, params: SamplingParams, attempt: Attempt, now_s: Callable[[], float]
+    ) -> None:
+        """See `Backend`."""
+        import httpx2
+
+        try:
+            async with self._client.stream("POST", self._endpoint, json=self._body(prompt, params)) as answer:
+                if answer.status_code != 200:
+                    raise _refusal(answer.status_code, answer.headers, await answer.aread())
+                async for event in _events(answer):
+                    self._take(event, attempt, now_s)
+        except httpx2.TimeoutException as error:
+            raise DeadlineExceededError(f"{self._client.base_url}: {type(error).__name__}") from None
+        except httpx2.TransportError as error:
+            problem = str(error) or type(error).__name__
+            raise ServiceUnavailableError(f"{self._client.base_url}: {problem}") from None
+        if not attempt.num_input_tokens:
+            raise InternalError("the server counts no tokens: it does not know stream_options.include_usage")
+
+    def _body(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+        about = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        if not self._is_chat:
+            content = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
+            return {**about, "prompt": content, **parameters(params)}
+        if prompt.text is None:
+            raise InvalidRequestError("prompt_token_ids", prompt.token_ids, "a chat takes text")
+        return {**about, "messages": [{"role": "user", "content": prompt.text}], **parameters(params)}
+
+    def _take(self, event: Mapping[str, Any], attempt: Attempt, now_s: Callable[[], float]) -> None:
+        """One event: text, the count of tokens at the end, or an error in mid-stream."""
+        if event.get("error"):
+            raise ServiceUnavailableError(str(event["error"])[:_MAX_ERROR_LEN])
+        for choice in event.get("choices", ()):
+            text = choice.get("delta", {}).get("content") if self._is_chat else choice.get("text")
+            if text:
+                attempt.chunk_times_s.append(now_s())
+                attempt.chunk_tokens.append(1)
+                attempt.text += text
+        if usage := event.get("usage"):
+            attempt.num_input_tokens = usage["prompt_tokens"]
+            attempt.num_output_tokens = usage["completion_tokens"]
+
+
+def parameters(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that are not at their defaults, by OpenAI's and vLLM's names.
+
+    Raises:
+        ConfigError: one of them has no name there.
+    """
+    found = {}
+    for each in fields(params):
+        value = getattr(params, each.name)
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        if value != default or each.name in ("max_tokens", "temperature"):
+            if each.name not in _PARAMETERS:
+                raise ConfigError(f"{flag_name(each.name)}: OpenAI's API has no such parameter")
+            found[each.name] = value
+    return found
+
+
+async def _events(answer: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
+    """The JSON of server-sent events, up to `[DONE]`.
+
+    Raises:
+        InternalError: an event is not a JSON object.
+    """
+    async for line in answer.aiter_lines():
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if data == "[DONE]":
+            return
+        if data:
+            try:
+                yield {**json.loads(data)}
+            except (TypeError, ValueError):
+                raise InternalError(f"not an event of OpenAI's API: {data[:_MAX_ERROR_LEN]}") from None
+
+
+def _refusal(status: int, headers: Mapping[str, str], body: bytes) -> SpecwireError:
+    """An HTTP status as the error that a coordinator would send."""
+    message = f"HTTP {status}: {body.decode('utf-8', 'replace')[:_MAX_ERROR_LEN]}"
+    if status in (401, 403):
+        return UnauthenticatedError(message)
+    if status == 429:
+        after_s = headers.get("retry-after", "")
+        return ResourceExhaustedError(message, int(after_s) * 1000 if after_s.isdecimal() else None)
+    if status >= 500:
+        return ServiceUnavailableError(message)
+    return InvalidRequestError("request", message, "is refused")

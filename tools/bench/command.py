@@ -1,0 +1,197 @@
+"""The command line of `specwire bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specwire.config import extras
+from specwire.config.client import ClientConfig
+from specwire.config.flags import add_flags, read_config
+from specwire.config.sampling_flags import add_sampling_flags, sampling_params
+from specwire.core import SamplingParams
+from specwire.errors import ConfigError
+from tools.bench import flags
+from tools.bench.metrics import RequestRecord, Summary, summarize
+
+_ABOUT = "send a load of requests to a running server and measure latency and throughput"
+_EXAMPLES = """\
+examples:
+  specwire bench serve --rate 4 --num-requests 200            Poisson arrivals, 4 a second
+  specwire bench serve --rate inf --num-requests 64           all at once
+  specwire bench serve --concurrency 8 --json out.json        8 at a time
+  specwire bench serve --backend openai --base-url http://127.0.0.1:8000 --num-prompts 64
+                                                              any server with OpenAI's API
+  specwire bench serve --rate 4 --goodput ttft_ms:200 tpot_ms:50
+
+Figures and flags have the names that vLLM's serving benchmark gives them; times are the client's.
+Exit status: 0 all requests completed, 1 some failed, 130 interrupted (prints the results so far).
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add `bench` with its subcommand `serve` to the parser's commands."""
+    bench = commands.add_parser("bench", help="measure a running server under load")
+    subcommands = bench.add_subparsers(metavar="WHAT", required=True)
+    serve: argparse.ArgumentParser = subcommands.add_parser(
+        "serve",
+        usage="%(prog)s [FLAG ...]",
+        help=_ABOUT,
+        description=_ABOUT[0].upper() + _ABOUT[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_flags(serve, ClientConfig)
+    flags.add(serve)
+    add_sampling_flags(serve, omit=("seed",), max_tokens=128)
+    serve.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure as the flags say, and report.
+
+    Returns:
+        0 all requests completed, 1 some failed, 130 interrupted.
+
+    Raises:
+        ConfigError: a file that cannot be used; found before anything is sent.
+        SpecwireError: the server cannot be reached.
+    """
+    config = read_config(ClientConfig, args, os.environ)
+    params = sampling_params(args)
+    if args.save_result and args.json is None:
+        args.json = Path(f"bench-{args.backend}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
+    _check_outputs(args)
+    session = _Session(args, config, params)
+    interrupted = False
+    try:
+        asyncio.run(session.measure())
+    except KeyboardInterrupt:
+        interrupted = True
+    summary = session.report(interrupted)
+    return 130 if interrupted else int(summary.failed > 0)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Now, rather than after the measurement."""
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"{flag} {path}: cannot be written")
+    if args.save_detailed and args.json is None:
+        raise ConfigError("--save-detailed: needs --json FILE")
+    if args.plot is not None:
+        _check_plot(args.plot)
+
+
+def _check_plot(path: Path) -> None:
+    extras.require("--plot", "bench")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"--plot {path}: does not end in one of {', '.join(known)}")
+
+
+class _Session:
+    """One run of the command, which can report a partial measurement after an interruption."""
+
+    def __init__(self, args: argparse.Namespace, config: ClientConfig, params: SamplingParams) -> None:
+        from tools.bench import serve, targets
+
+        self._args = args
+        self._params = params
+        self._target = targets.target(args, config, params)
+        self._load = serve.OfferedLoad(
+            num_requests=args.num_requests,
+            rate=flags.rate(args),
+            concurrency=args.concurrency,
+            burstiness=args.burstiness,
+            retries=args.retries,
+            seed=args.seed,
+        )
+        self._measurement: serve.Measurement | None = None
+
+    async def measure(self) -> None:
+        """Ask for the models, warm up, send the load."""
+        from tools.bench import report, serve
+
+        args = self._args
+        async with self._target.opened() as backend:
+            shown = report.progress(self._load.num_requests, disabled=args.disable_tqdm)
+            with shown as on_record:
+                measurement = serve.Measurement(
+                    backend, self._target.prompts, self._params, self._load, on_record=on_record
+                )
+                await measurement.warm_up(args.num_warmups)
+                self._measurement = measurement
+                await measurement.run()
+
+    def report(self, interrupted: bool) -> Summary:
+        """Print the table, write the files."""
+        from tools.bench import report
+
+        args, measurement = self._args, self._measurement
+        records: Sequence[RequestRecord] = measurement.records if measurement else []
+        summary = summarize(records, measurement.duration_s if measurement else 0.0, dict(args.goodput))
+        if interrupted:
+            print(f"interrupted after {len(records)} of {args.num_requests} requests", file=sys.stderr)
+        print(report.table(summary, records))
+        if args.json:
+            settings = self._settings() | {"interrupted": interrupted}
+            found = report.result(settings, summary, records, detailed=args.save_detailed)
+            text = json.dumps(found, ensure_ascii=False, indent=2) + "\n"
+            _written("--json", args.json, lambda path: path.write_text(text, encoding="utf-8"))
+        if args.plot:
+            title = self._title()
+            _written("--plot", args.plot, lambda path: report.plot(path, summary, records, title))
+        return summary
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings, so that the file is self-contained."""
+        args, target = self._args, self._target
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "backend": args.backend,
+            "server": target.address,
+            "model_id": target.model_id,
+            "draft_model_id": target.draft_model_id,
+            "dataset_name": args.dataset_name or "",
+            "num_prompts": args.num_requests,
+            "request_rate": "inf"
+            if self._load.rate is not None and math.isinf(self._load.rate)
+            else self._load.rate,
+            "burstiness": "inf" if math.isinf(args.burstiness) else args.burstiness,
+            "max_concurrency": args.concurrency,
+            "retries": args.retries,
+            "seed": args.seed,
+            "goodput_ms": dict(args.goodput),
+            "sampling": _sampling(self._params),
+        }
+
+    def _title(self) -> str:
+        args = self._args
+        rate = self._load.rate
+        how = f"{args.concurrency} at a time" if rate is None else f"{rate:g} requests/s"
+        return f"{self._target.model_id}: {args.num_requests} requests, {how}"
+
+
+def _sampling(params: SamplingParams) -> Mapping[str, Any]:
+    """The parameters without the seed, which differs by request."""
+    values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    return {name: value for name, value in values.items() if name != "seed"}
+
+
+def _written(flag: str, path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,119 @@
+"""The tools' commands of `specwire`: their flags, and what runs them, which imports what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from typing import Any
+
+from specwire.cli.signals import end_on_signals
+from specwire.config import extras
+from specwire.config.flags import add_config_file, read_config
+from specwire.config.link import ProxyConfig
+from specwire.config.parser import add_command
+from specwire.config.sampling_flags import add_sampling_flags, sampling_params
+from specwire.config.stack import DemoConfig, TuneConfig
+from specwire.engine import threads
+from tools.bench import command as bench
+from tools.heads.config import TrainHeadsConfig
+from tools.layers.config import SearchLayersConfig
+from tools.timeline import command as timeline
+
+add_bench = bench.add_command
+
+
+def add_demo(commands: Any) -> None:
+    """Add `demo`."""
+    about = "start everything, continue a prompt, show what happened"
+    demo = add_command(commands, "demo", about, DemoConfig)
+    add_config_file(demo)
+    demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
+    omit = ("rule", "num_draft_tokens", "max_depth", "draft")
+    add_sampling_flags(demo, omit=omit, max_tokens=192, temperature=0.7, seed=7)
+    demo.add_argument("--json", action="store_true", help="print the completion as JSON")
+    compare = "decode plainly and with each kind of draft in turn: chain, block, tree, ngram"
+    demo.add_argument("--compare", action="store_true", help=compare)
+    demo.set_defaults(run=_demo)
+
+
+def add_proxy(commands: Any) -> None:
+    """Add `proxy`."""
+    about = "add latency, jitter and a bandwidth limit between two services"
+    add_command(commands, "proxy", about, ProxyConfig).set_defaults(run=_proxy)
+
+
+def add_train_heads(commands: Any) -> None:
+    """Add `train-heads`."""
+    about = "train heads with which a target drafts for itself"
+    add_command(commands, "train-heads", about, TrainHeadsConfig).set_defaults(run=_train_heads)
+
+
+def add_search_layers(commands: Any) -> None:
+    """Add `search-layers`."""
+    about = "search for layers without which a target drafts for itself"
+    add_command(commands, "search-layers", about, SearchLayersConfig).set_defaults(run=_search_layers)
+
+
+def add_timeline(commands: Any) -> None:
+    """Add `timeline`."""
+    timeline.add_command(commands).set_defaults(run=_timeline)
+
+
+def add_tune(commands: Any) -> None:
+    """Add `tune`."""
+    about = "measure a pair on a text, and say how it would be drafted with how many streams"
+    tune = add_command(commands, "tune", about, TuneConfig)
+    add_sampling_flags(tune, omit=("rule", "num_draft_tokens", "max_depth", "draft", "seed"), max_tokens=64)
+    tune.set_defaults(run=_tune)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from tools import tune
+
+    end_on_signals()
+    settings = read_config(TuneConfig, args, os.environ)
+    extras.require("specwire tune", "serve")
+    return tune.run(settings, sampling_params(args))
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from tools import demo
+
+    end_on_signals()
+    settings = read_config(DemoConfig, args, os.environ)
+    extras.require("specwire demo", "serve")
+    params = sampling_params(args)
+    return demo.run(settings, args.prompt, params, as_json=bool(args.json), compares=bool(args.compare))
+
+
+def _proxy(args: argparse.Namespace) -> int:
+    from specwire.rpc import process
+    from tools.proxy import delay_proxy
+
+    serving = delay_proxy.serving(read_config(ProxyConfig, args, os.environ))
+    asyncio.run(process.run_until_signal(serving))
+    return 0
+
+
+def _train_heads(args: argparse.Namespace) -> int:
+    extras.require("specwire train-heads", "serve")
+    threads.spin_briefly(os.environ)
+    from tools.heads import command
+
+    end_on_signals()
+    return command.run(read_config(TrainHeadsConfig, args, os.environ))
+
+
+def _search_layers(args: argparse.Namespace) -> int:
+    extras.require("specwire search-layers", "serve")
+    threads.spin_briefly(os.environ)
+    from tools.layers import command
+
+    end_on_signals()
+    return command.run(read_config(SearchLayersConfig, args, os.environ))
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    end_on_signals()
+    return timeline.run(args)

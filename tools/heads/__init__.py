@@ -1,0 +1,1 @@
+"""Training of the heads with which a target drafts for itself; `specwire.engine.heads` serves them."""

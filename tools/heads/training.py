@@ -1,0 +1,126 @@
+"""`specwire train-heads`: from a target and a text to heads, in steps that survive an interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specwire import embedded, tokenizer
+from specwire.config.models import EMBEDDED
+from specwire.engine.boot import model_directory
+from specwire.engine.heads import files
+from specwire.engine.heads.files import HeadsConfig
+from specwire.engine.heads.model import Head, Target
+from specwire.engine.model.fingerprint import weights_fingerprint
+from specwire.engine.model.loading import errors_naming, load_weights, read_config
+from specwire.errors import ConfigError
+from specwire.support import IntArray
+from tools.heads.config import TrainHeadsConfig
+from tools.heads.descent import descend
+from tools.heads.fit import Inputs, fit
+from tools.heads.states import WINDOW, Kept, run_text
+
+_PARTIAL = "training"
+"""What is kept in case of an interruption, in the heads' directory; removed at the end."""
+
+_CHARS = 16
+"""Of the text that are encoded for each token that is wanted."""
+
+Bar = Callable[[str, int], Any]
+"""Shows progress: given a title and how much there is to do, a context manager with an `Advance`."""
+
+
+def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
+    """Train heads and write them; goes on with what an interrupted training has left.
+
+    Raises:
+        ConfigError: the text is too short, or is no UTF-8.
+        ModelLoadError: the target cannot be loaded, or has no tokenizer.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    source = str(embedded.TARGET_DIR) if config.target == EMBEDDED else config.target
+    token_ids = _token_ids(config, source)
+    model = _load(source)
+    target = Target.of(model)
+    fingerprint = weights_fingerprint(model_directory(source))
+    out = Path(config.out)
+    partial = out / _PARTIAL
+    partial.mkdir(parents=True, exist_ok=True)
+    kept = Kept(partial, _name(fingerprint, token_ids))
+    with bar("states", len(token_ids)) as advance:
+        text = run_text(model, token_ids, kept, advance)
+    inputs = Inputs(text, target.embedding, config.num_heads)
+    num_features = config.num_features or text.states.shape[1]
+    kept = Kept(partial, f"{kept.name} {config.num_heads} {num_features}")
+    heads = _fitted(inputs, config.num_heads, num_features, kept, bar)
+    if config.steps:
+        kept = Kept(partial, f"{kept.name} {config.steps}")
+        with bar("steps", config.steps) as advance:
+            num_steps, output = config.steps, target.output
+            heads = descend(inputs, heads, output, num_steps=num_steps, kept=kept, advance=advance)
+    made = HeadsConfig(
+        target=Path(config.target).name,
+        target_fingerprint=fingerprint,
+        num_heads=len(heads),
+        state_size=text.states.shape[1],
+        embedding_size=heads[0].up.shape[1] - text.states.shape[1],
+        num_features=num_features,
+    )
+    weights = [head.named(number) for number, head in enumerate(heads)]
+    files.save(out, made, {name: weight for named in weights for name, weight in named.items()})
+    shutil.rmtree(partial)
+    return made
+
+
+def _token_ids(config: TrainHeadsConfig, source: str) -> IntArray:
+    """The text's, int64 [num_tokens]."""
+    loaded = tokenizer.load(source)
+    if loaded is None:
+        raise ConfigError(f"--target {config.target}: has no tokenizer")
+    try:
+        text = Path(config.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {config.text}: {error}") from None
+    token_ids = np.array(loaded.encode(text[: _CHARS * config.tokens])[: config.tokens], np.int64)
+    if len(token_ids) < WINDOW:
+        raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {WINDOW}")
+    return token_ids
+
+
+def _load(source: str) -> Any:
+    """The target in float32 on the CPU, as transformers runs it."""
+    with errors_naming(source):
+        read_config(source)
+        model = load_weights(source, "float32")
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        model.requires_grad_(False)
+    return model
+
+
+def _fitted(inputs: Inputs, num_heads: int, num_features: int, kept: Kept, bar: Bar) -> list[Head]:
+    """All heads in closed form; those that are kept already are not fitted again."""
+    path, name = kept.directory / "heads.pt", kept.name
+    heads: list[Head] = []
+    if path.is_file():
+        found = torch.load(path)
+        heads = [Head(*head) for head in found["heads"]] if found["name"] == name else []
+    with bar("closed form", num_heads * len(inputs.index)) as advance:
+        advance(len(heads) * len(inputs.index))
+        while len(heads) < num_heads:
+            heads.append(fit(inputs, heads, num_features, advance))
+            partial = path.with_suffix(".partial")
+            torch.save({"name": name, "heads": [tuple(head) for head in heads]}, partial)
+            partial.replace(path)
+    return heads
+
+
+def _name(fingerprint: str, token_ids: IntArray) -> str:
+    """Of a model and a text."""
+    return f"{fingerprint} {hashlib.blake2b(token_ids.tobytes(), digest_size=16).hexdigest()}"

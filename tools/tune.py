@@ -1,0 +1,201 @@
+"""`specwire tune`: what passes and drafts cost here, what is accepted of a text, and how it would be drafted.
+
+Services of its own, real models, real requests: at small numbers of streams automatic and plain requests take
+turns and are measured; for larger ones the coordinator says what it would choose by what it has learnt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specwire.cli.supervisor import Stack
+from specwire.client.client import AsyncClient
+from specwire.completion import Completion
+from specwire.config.stack import TuneConfig
+from specwire.core import Load, SamplingParams
+from specwire.errors import ConfigError
+from specwire.v1 import generation_pb2
+from tools.bench.prompts import BUILT_IN
+
+_NUM_PROMPTS, _PROMPT_CHARACTERS = 16, 512
+_PASS_TOKENS = (1, 5, 17, 65)
+"""Tokens of a sequence in a pass: plain decoding, a chain of 4, trees of 16 and 64."""
+_NUM_WAYS = 3
+"""Ways that are listed for a number of streams, besides plain decoding."""
+_PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tokens/s of all streams together, automatic over plain, turn by turn; the first turns learn."""
+
+    num_streams: int
+    automatic: list[float]
+    plain: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The median of the later half."""
+        later = len(self.automatic) // 2
+        return statistics.median(
+            ours / theirs for ours, theirs in zip(self.automatic[later:], self.plain[later:], strict=True)
+        )
+
+
+def run(config: TuneConfig, params: SamplingParams) -> int:
+    """Measure, print the tables, and draw the picture if one is asked for; leaves no process.
+
+    Raises:
+        SpecwireError: a service did not start, or a generation failed.
+    """
+    prompts = read_prompts(config.text)
+    print("starting target, draft and coordinator ...", file=sys.stderr, flush=True)
+    with Stack(config) as stack:
+        print(asyncio.run(_tuned(stack.address, prompts, config, params)))
+    return 0
+
+
+def read_prompts(path: str) -> list[str]:
+    """Windows of a file, evenly spread; the built-in ones without a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is too short.
+    """
+    if not path:
+        return [*BUILT_IN]
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path}: cannot be read ({error})") from None
+    if len(text) < _PROMPT_CHARACTERS:
+        raise ConfigError(f"--text {path}: has {len(text)} characters, under {_PROMPT_CHARACTERS}")
+    step = max(1, (len(text) - _PROMPT_CHARACTERS) // (_NUM_PROMPTS - 1))
+    starts = range(0, len(text) - _PROMPT_CHARACTERS + 1, step)
+    return [text[start : start + _PROMPT_CHARACTERS] for start in starts[:_NUM_PROMPTS]]
+
+
+async def _tuned(address: str, prompts: list[str], config: TuneConfig, params: SamplingParams) -> str:
+    """All tables."""
+    async with AsyncClient(address, timeout_s=600.0) as client:
+        target, _ = await client.get_model_info()
+        done: list[Completion] = []
+        found = [
+            await _measure(client, prompts, params, num, config, done)
+            for num in config.num_streams
+            if num <= config.measured_streams
+        ]
+        status = await client.get_status(if_num_streams=config.num_streams)
+    if config.picture:
+        _draw(Path(config.picture), status)
+    parts = [_costs(target.costs) if target.costs else "passes were not measured"]
+    parts += [_acceptance(done), _choices(status, {each.num_streams: each for each in found})]
+    return "\n\n".join(parts)
+
+
+async def _measure(
+    client: AsyncClient,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    num_streams: int,
+    config: TuneConfig,
+    done: list[Completion],
+) -> Measured:
+    """Automatic and plain requests in turns, none of which finds its prompt in a cache."""
+    found = Measured(num_streams, [], [])
+    for turn in range(config.turns):
+        for rates, changes in ((found.automatic, {}), (found.plain, {"num_draft_tokens": 0})):
+            salt, began_s = str(time.monotonic_ns()), time.monotonic()
+            asked = replace(params, cache_salt=salt, **changes)  # type: ignore[arg-type]
+            numbers = range(turn * num_streams, (turn + 1) * num_streams)
+            answers = await asyncio.gather(
+                *(client.generate(prompts[n % len(prompts)], replace(asked, seed=n)) for n in numbers)
+            )
+            rates.append(sum(len(each.token_ids) for each in answers) / (time.monotonic() - began_s))
+            done += answers
+        print(f"{num_streams} streams: turn {turn + 1} of {config.turns}", file=sys.stderr, flush=True)
+    return found
+
+
+def _costs(load: Load) -> str:
+    """Milliseconds of passes, as the target measured them when it was loaded."""
+    rows = [["ms a pass", *(f"{num} tokens each" for num in _PASS_TOKENS)]]
+    for num in (1, 4, 16, 64):
+        passes = (load.pass_ns(num, num * tokens) / 1e6 for tokens in _PASS_TOKENS)
+        rows.append([f"{num} sequences", *(f"{each:.1f}" for each in passes)])
+    if load.draft_pass_ns:
+        drafts = (load.own_draft_ns(1, num) / 1e6 for num in (1, 4, 16, 64))
+        words = ", ".join(f"{each:.2f}" for each in drafts)
+        return f"{_table(rows)}\na pass of the draft for 1, 4, 16, 64 sequences: {words} ms"
+    return _table(rows)
+
+
+def _acceptance(done: Sequence[Completion]) -> str:
+    """Of draft tokens by their place, in all requests."""
+    drafted, accepted = [0] * 64, [0] * 64
+    for each in done:
+        for place, num in enumerate(each.speculation.drafted_per_position):
+            drafted[place] += num
+        for place, num in enumerate(each.speculation.accepted_per_position):
+            accepted[place] += num
+    rates = [f"{kept / num:.2f}" for kept, num in zip(accepted, drafted, strict=True) if num]
+    return f"accepted of this text, by place in the proposal: {' '.join(rates) or 'nothing was drafted'}"
+
+
+def _choices(status: generation_pb2.GetStatusResponse, measured: dict[int, Measured]) -> str:
+    rows = [["streams", "would draft", "expected / plain", "measured / plain", "next best"]]
+    for choice in status.choices:
+        plain = next((way.expected_tokens_per_s for way in choice.ways if way.name == _PLAIN), 0.0)
+        if not plain:
+            continue
+        ways = [(way.name, f"{way.expected_tokens_per_s / plain:.2f}") for way in choice.ways]
+        others = ", ".join(f"{name} {ratio}" for name, ratio in ways[1 : 1 + _NUM_WAYS])
+        seen = measured.get(choice.num_streams)
+        ratio = f"{seen.ratio:.2f}" if seen else "-"
+        rows.append([str(choice.num_streams), *ways[0], ratio, others])
+    return _table(rows) if len(rows) > 1 else "nothing is known of the costs of drafting: is there a draft?"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _draw(path: Path, status: generation_pb2.GetStatusResponse) -> None:
+    """Expected tokens/s of all streams over plain decoding, by way and number of streams.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--picture needs matplotlib: pip install 'specwire[bench]'") from None
+    series: dict[str, list[tuple[int, float]]] = {}
+    for choice in status.choices:
+        plain = next(way.expected_tokens_per_s for way in choice.ways if way.name == _PLAIN)
+        for place, way in enumerate(choice.ways):
+            if place < _NUM_WAYS or way.name == _PLAIN or way.name in series:
+                point = choice.num_streams, way.expected_tokens_per_s / plain
+                series.setdefault(way.name, []).append(point)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes: Any = figure.subplots()
+    for name, points in series.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", xlabel="streams", ylabel="tokens/s over plain decoding, expected")
+    axes.set_xticks([choice.num_streams for choice in status.choices])
+    axes.get_xaxis().set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--picture {path}: cannot be written ({error})") from None
