@@ -29,15 +29,14 @@ FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def kinds(max_tokens: int, *, slow: bool) -> list[Any]:
-    """Requests whose text is fixed, for `parametrize`; with `slow` all but the last one are slow."""
+def kinds(max_tokens: int) -> list[Any]:
+    """Requests whose text is fixed, for `parametrize`; all but the last one are slow."""
     given = SamplingParams(max_tokens=max_tokens, seed=7, rule=Rule.GUMBEL, ignore_eos=True)
     warm = replace(given, temperature=0.4)
     every = replace(warm, logprobs=2, presence_penalty=1.0, logit_bias={5: 1.0}, top_p=0.9)
-    first = SLOW if slow else pytest.param
     return [
-        first(replace(given, temperature=0), id="greedy"),
-        first(warm, id="gumbel"),
+        SLOW(replace(given, temperature=0), id="greedy"),
+        SLOW(warm, id="gumbel"),
         pytest.param(every, id="every parameter"),
     ]
 
