@@ -348,19 +348,6 @@ class TestBadValues:
             list(stub.Generate(requests, timeout=30))
         stack.assert_idle_within(1.0)
 
-    def test_no_request_at_all(self, stack: LocalStack) -> None:
-        with pytest.raises(InvalidRequestError, match="prompt=unset"), raw_stub(stack) as stub:
-            list(stub.Generate(iter([]), timeout=30))
-
-    def test_what_is_no_message_ends_the_generation(self, stack: LocalStack) -> None:
-        with grpc.insecure_channel(stack.address) as channel:
-            method = channel.stream_stream("/specwire.v1.GenerationService/Generate")
-            requests = iter([opening(64, 10_000).SerializeToString(), b"\xff\xff"])
-            with pytest.raises(grpc.RpcError) as caught:
-                list(method(requests, timeout=30))
-        assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
-        stack.assert_idle_within(1.0)
-
 
 class TestMemory:
     NUM_STREAMS = 200
