@@ -7,7 +7,6 @@ so long that prepared proposals arrive before their end.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import torch
 import coordinator.generation
 import verify_service.ahead
 from coordinator.servicer import GenerationServicer
-from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire import Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
 from tests.support.harness import LocalStack, local_stack
@@ -28,6 +27,7 @@ from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.statistics import FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from tests.support.together import sampled
 
 NUM_GENERATIONS, NUM_TOKENS = 2, 300
 FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
@@ -70,12 +70,7 @@ def stack(
 
 
 def sample(address: str, rule: Rule) -> list[Completion]:
-    async def all_of_them() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            params = [replace(of(rule), seed=seed) for seed in range(NUM_GENERATIONS)]
-            return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in params))
-
-    return asyncio.run(all_of_them())
+    return sampled(address, of(rule), range(NUM_GENERATIONS), PROMPT)
 
 
 def of(rule: Rule) -> SamplingParams:

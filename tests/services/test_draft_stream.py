@@ -30,7 +30,7 @@ ASK_TWO = [DraftOrder(1, 1, 0, PROMPT, 4), DraftOrder(2, 1, 0, PROMPT, 2)]
 
 @pytest.fixture
 def service() -> Iterator[boot.ModelService]:
-    config = DraftConfig(model="emulated:step_ms=1")
+    config = DraftConfig(model="emulated:step_ms=1", max_support=20)
     running = boot.start(config, "draft", DraftDecider(config))
     yield running
     running.close()
@@ -91,6 +91,7 @@ def test_draft_tokens_are_drawn_with_the_numbers_of_their_base(
                 for number, token_id, support in zip(
                     numbers, proposal.token_ids, proposal.supports, strict=True
                 ):
+                    assert len(support.token_ids) <= 20
                     cumulative = support.probs.astype(np.float64).cumsum()
                     place = np.searchsorted(cumulative, number * cumulative[-1], side="right")
                     assert support.token_ids[place] == token_id

@@ -29,8 +29,8 @@ from tests.support.blocks import save_block_drafter
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.heads import save_heads
 from tests.support.mtp import save_mtp_target
-from tests.support.own_drafts import generated
 from tests.support.pairs import save_good_draft, save_target
+from tests.support.together import generated
 from verify_service.threshold import Threshold
 
 SOURCES = ("heads", "layers", "mtp", "dflash", "draft_model")
@@ -185,7 +185,13 @@ def test_a_target_without_them(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "value"),
-    [("layers", "a0"), ("mtp", True), ("dflash", "drafter"), ("draft_model", "embedded")],
+    [
+        ("heads", "heads"),
+        ("layers", "a0"),
+        ("mtp", True),
+        ("dflash", "drafter"),
+        ("draft_model", "embedded"),
+    ],
     ids=str,
 )
 def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
