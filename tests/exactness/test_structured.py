@@ -6,7 +6,6 @@ What the grammar allows is found here by another library than that which makes t
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from specwire import (
-    AsyncClient,
     Completion,
     FinishReason,
     Grammar,
@@ -29,6 +27,7 @@ from specwire import (
 from specwire.config.speculative import GRAMMAR as GRAMMAR_SOURCE
 from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.rule.columns import Bits
+from tests.support import together
 from tests.support.harness import LocalStack, local_stack
 from tests.support.languages import END_ID, FORCED, REGEX, TEXTS, allowed, save_speaker
 from tests.support.markov_distribution import PROMPT, fit_p_value
@@ -79,19 +78,9 @@ def in_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
 def sampled(
     stack: LocalStack, settings: dict[str, Any], num_texts: int = NUM_TEXTS, grammar: Grammar = GRAMMAR
 ) -> list[Completion]:
-    """Texts with seeds 0, 1, ..., of which 64 are written at a time."""
-    free = asyncio.Semaphore(64)
-
-    async def one(client: AsyncClient, seed: int) -> Completion:
-        async with free:
-            params = SamplingParams(**settings, grammar=grammar, seed=seed, max_tokens=60)
-            return await client.generate(params=params, prompt_token_ids=PROMPT)
-
-    async def every() -> list[Completion]:
-        async with AsyncClient(stack.address) as client:
-            return await asyncio.gather(*(one(client, seed) for seed in range(num_texts)))
-
-    return asyncio.run(every())
+    """Texts with seeds 0, 1, ..."""
+    params = SamplingParams(**settings, grammar=grammar, max_tokens=60)
+    return together.sampled(stack.address, params, range(num_texts), PROMPT)
 
 
 @pytest.mark.parametrize("settings", [{"rule": Rule.BLOCK}, {"rule": Rule.GUMBEL, "max_depth": 3}])

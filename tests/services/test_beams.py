@@ -209,6 +209,15 @@ def test_other_widths(stack: LocalStack, family: str, num_beams: int) -> None:
     check(done, expected(family, PROMPTS[2], params))
 
 
+@ONE
+def test_at_the_end_of_the_context(stack: LocalStack, family: str) -> None:
+    """Where the tokens of all beams no longer fit into one tree they are verified in several."""
+    prompt = [token_id % 90 + 3 for token_id in range(tiny_models.CONTEXT_LEN - MAX_TOKENS)]
+    for shape in SHAPES:
+        done = stack.client.generate(params=replace(BEAMS, **shape), prompt_token_ids=prompt)
+        check(done, expected(family, prompt, BEAMS))
+
+
 def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:
     """A draft that is always wrong saves nothing and changes nothing; a target without trees runs each beam
     alone."""

@@ -9,9 +9,21 @@ from dataclasses import replace
 from specwire import AsyncClient, Completion, SamplingParams
 
 
+def together(address: str, requests: Iterable[tuple[SamplingParams, Sequence[int]]]) -> list[Completion]:
+    """One completion for each of them and its prompt."""
+
+    async def all_of_them() -> list[Completion]:
+        async with AsyncClient(address) as client:
+            return await asyncio.gather(
+                *(client.generate(params=params, prompt_token_ids=prompt) for params, prompt in requests)
+            )
+
+    return asyncio.run(all_of_them())
+
+
 def generated(address: str, requests: Iterable[SamplingParams], prompt: Sequence[int]) -> list[Completion]:
     """One completion for each of them."""
-    return asyncio.run(_together(address, [(params, prompt) for params in requests]))
+    return together(address, [(params, prompt) for params in requests])
 
 
 def sampled(
@@ -23,13 +35,4 @@ def sampled(
 
 def of_prompts(address: str, params: SamplingParams, prompts: Iterable[Sequence[int]]) -> list[Completion]:
     """One completion for each prompt."""
-    return asyncio.run(_together(address, [(params, prompt) for prompt in prompts]))
-
-
-async def _together(
-    address: str, requests: Iterable[tuple[SamplingParams, Sequence[int]]]
-) -> list[Completion]:
-    async with AsyncClient(address) as client:
-        return await asyncio.gather(
-            *(client.generate(params=params, prompt_token_ids=prompt) for params, prompt in requests)
-        )
+    return together(address, [(params, prompt) for prompt in prompts])
