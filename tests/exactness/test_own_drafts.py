@@ -22,7 +22,7 @@ from coordinator.servicer import GenerationServicer
 from specwire import Rule, SamplingParams
 from tests.support import tiny_models
 from tests.support.blocks import save_block_drafter, save_markov_pair
-from tests.support.harness import LocalStack, float32_processes, local_stack
+from tests.support.harness import LocalStack, float32_processes, local_stack, started_coordinators
 from tests.support.heads import save_heads
 from tests.support.mtp import save_markov_target, save_mtp_target
 from tests.support.own_drafts import SLOW, check_control, check_distribution, check_text, kinds, num_passes
@@ -133,18 +133,11 @@ def watched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Layers' proposals are as long as wanted where the target goes on by itself, and else end early."""
     source, variant, goes_on = request.param
     drafting = save_for_texts(source, variant, tmp_path_factory.mktemp(source))
-    found: list[GenerationServicer] = []
-    init = GenerationServicer.__init__
-
-    def noted(self: GenerationServicer, *args: Any, **named: Any) -> None:
-        init(self, *args, **named)
-        found.append(self)
-
     options = drafting.coordinator_options(verify_ahead=goes_on, num_draft_tokens="auto")
     threshold = partial(Threshold, first=0.0) if goes_on else Threshold
     with (
         mock.patch.object(verify_service.layers, "Threshold", threshold),
-        mock.patch.object(GenerationServicer, "__init__", noted),
+        started_coordinators() as found,
         local_stack(
             drafting.target, coordinator_options=options, verify_options=drafting.verify_options
         ) as stack,

@@ -33,9 +33,10 @@ from specwire.completion import Completion, Speculation
 from specwire.config.stack import UpConfig
 from specwire.core import MAX_CREDIT_TOKENS, MAX_LOGPROBS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from specwire.rpc.statuses import from_rpc_error
-from specwire.v1 import common_pb2, generation_pb2_grpc, verify_pb2, verify_pb2_grpc
-from tests.support.harness import LocalStack, local_stack
+from specwire.v1 import common_pb2, generation_pb2_grpc
+from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
+from tests.support.processes import wait_until
 
 ENDLESS = params(10_000)
 
@@ -141,10 +142,7 @@ class TestStalledReader:
             call = stub.Generate(iter([opening(0, 10_000)]), timeout=30)
             next(call)
             reader = readers.get(timeout=10)
-            deadline = time.monotonic() + 10
-            while reader.num_emitted < 10 * MIN_CREDIT_TOKENS:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: reader.num_emitted >= 10 * MIN_CREDIT_TOKENS, 10)
             call.cancel()
         stack.assert_idle_within(1.0)
 
@@ -351,14 +349,11 @@ class TestMemory:
 
 def wait_until_still(verify_address: str) -> None:
     """No pass of the target for 0.3 s."""
-    request = verify_pb2.VerifyServiceGetModelInfoRequest()
-    with grpc.insecure_channel(verify_address) as channel:
-        stub = verify_pb2_grpc.VerifyServiceStub(channel)
-        deadline, num_steps = time.monotonic() + 30, -1
-        while (now := stub.GetModelInfo(request, timeout=5).status.num_steps) != num_steps:
-            assert time.monotonic() < deadline
-            num_steps = now
-            time.sleep(0.3)
+    deadline, num_steps = time.monotonic() + 30, -1
+    while (now := handshake("verify", verify_address).status.num_steps) != num_steps:
+        assert time.monotonic() < deadline
+        num_steps = now
+        time.sleep(0.3)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -24,9 +23,8 @@ from specwire.config.services import DraftConfig
 from specwire.config.stack import UpConfig
 from specwire.core import Learning
 from specwire.errors import ConfigError
-from specwire.v1 import draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.pairs import markov_model
 from tests.support.tiny_models import save
 
@@ -51,10 +49,7 @@ def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
 
 def learning(stack: LocalStack) -> Learning:
     """As the draft service says now; the coordinator asks it every second."""
-    with grpc.insecure_channel(stack.draft_address) as channel:
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
-        answer = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=5)
-    found = wire.model_info_from_proto(answer.model).learning
+    found = wire.model_info_from_proto(handshake("draft", stack.draft_address).model).learning
     assert found is not None
     return found
 

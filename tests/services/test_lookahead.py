@@ -30,7 +30,7 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specwire.wire import draft as draft_wire
 from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
-from tests.support.harness import LocalStack, LoopThread, local_stack, started_services
+from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 9, 11, 2, 7]
@@ -279,7 +279,7 @@ def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
         grpc.insecure_channel(running.draft_address) as channel,
     ):
         stub = draft_pb2_grpc.DraftServiceStub(channel)
-        info = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=20).model
+        info = handshake("draft", running.draft_address).model
         assert common_pb2.CAPABILITY_PREPARED_OUTCOMES not in info.capabilities
         stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.REJECTION))
         stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
