@@ -20,15 +20,13 @@ import draft_service.drafter
 from specwire import Completion, Rule, SamplingParams
 from specwire.rule import kseq, random
 from tests.support.harness import float32_processes, local_stack
-from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
+from tests.support.pairs import markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 from tests.support.together import sampled
 
 NUM_STREAMS, LENGTH = 64, 50
-FEW: dict[str, Any] = {"logit_bias": {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}}
-"""Leaves three tokens, so that their order shows: three successive ones are tested together."""
 CASES = [
     pytest.param({}, 1, id="plain", marks=pytest.mark.slow),
     pytest.param(
@@ -42,13 +40,8 @@ CASES = [
         1,
         id="penalised",
     ),
-    pytest.param(FEW, 2, id="joint"),
+    pytest.param({"logit_bias": FEW}, 2, id="joint"),
 ]
-
-
-@pytest.fixture(scope="module")
-def logits() -> Tensor:
-    return markov_logits(markov_model())
 
 
 @pytest.fixture(scope="module")

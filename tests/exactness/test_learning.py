@@ -42,11 +42,6 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def logits() -> Tensor:
-    return markov_logits(markov_model())
-
-
 def save_pair(directory: Path) -> tuple[Path, Path]:
     """A target, and a draft that likes other tokens."""
     return save(markov_model(), directory / "target"), save(markov_model(1.0, 1), directory / "draft")

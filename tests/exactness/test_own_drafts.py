@@ -155,10 +155,10 @@ def test_the_text_is_that_of_plain_decoding(watched: Watched, params: SamplingPa
     assert watched.servicer._verify.num_disagreements == 0
     if (source, variant) == ("dflash", "random"):
         assert any(each.speculation.num_accepted_tokens for each in done)
-    if (source, variant) == ("draft_model", "good"):
+    guesses_well = source == "mtp" and variant != "hostile" and params.temperature == 0
+    if guesses_well or (source, variant) == ("draft_model", "good"):
+        # The first one's length is chosen by the times that it measures, and on a busy machine it may be 0.
         assert min(each.speculation.tokens_per_round for each in done[1:]) > 1.5
-    if source == "mtp" and variant != "hostile" and params.temperature == 0:
-        assert min(each.speculation.tokens_per_round for each in done) > 1.5
 
 
 # --- distributions ------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tests.support import together
 from tests.support.harness import LocalStack, local_stack
 from tests.support.languages import END_ID, FORCED, REGEX, TEXTS, allowed, save_speaker
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import markov_logits, markov_model
+from tests.support.pairs import markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 
 NUM_TEXTS = 60
@@ -45,11 +45,6 @@ CASES = [
     pytest.param({"rule": Rule.KSEQ, "logit_bias": {5: -1.0, 8: 1.5}}, id="kseq", marks=pytest.mark.slow),
     pytest.param({"rule": Rule.REJECTION, "draft": "ngram", "top_k": 3}, id="ngram", marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(scope="module")
-def logits() -> torch.Tensor:
-    return markov_logits(markov_model())
 
 
 @pytest.fixture(scope="module")

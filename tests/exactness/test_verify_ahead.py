@@ -22,20 +22,13 @@ from specwire import Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
 from tests.support.harness import LocalStack, local_stack, started_coordinators
-from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
+from tests.support.pairs import markov_model
 from tests.support.statistics import FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 from tests.support.together import sampled
 
 NUM_GENERATIONS, NUM_TOKENS = 2, 300
-FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
-"""Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
-
-
-@pytest.fixture(scope="module")
-def logits() -> torch.Tensor:
-    return markov_logits(markov_model())
 
 
 class Running(NamedTuple):

@@ -28,7 +28,7 @@ from specwire.rule.columns import Places
 from specwire.testing.delay_proxy import Link
 from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 from tests.support.together import sampled
@@ -39,11 +39,6 @@ DRAFT_LETTERS = "jqbsdrhuftalvcno"
 """Ten of the target's sixteen, at other places, and six others."""
 CONFIG = json.dumps({"method": "draft_model", "use_heterogeneous_vocab": True})
 NUM_STREAMS, LENGTH = 64, 50
-
-
-@pytest.fixture(scope="module")
-def logits() -> Tensor:
-    return markov_logits(markov_model())
 
 
 def save_markov_pair(directory: Path) -> tuple[Path, Path]:

@@ -26,6 +26,7 @@ from specwire.errors import ConfigError
 from specwire.wire import model as wire
 from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.pairs import markov_model
+from tests.support.processes import wait_until
 from tests.support.tiny_models import save
 
 PROMPT = [3]
@@ -179,10 +180,7 @@ def test_a_share_of_the_time(pair: tuple[Path, Path], monkeypatch: pytest.Monkey
     monkeypatch.setattr(learner, "NUM_REPEATS", 10)
     with local_stack(*pair, draft_options=LEARN | {"learn_share": 0.25}) as stack:
         generate(stack, max_tokens=20)
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(starts) < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(starts) >= 5, TIMEOUT_S)
     assert min(later - earlier for earlier, later in itertools.pairwise(starts)) >= 0.079
 
 

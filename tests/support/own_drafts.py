@@ -17,15 +17,12 @@ from specwire import Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
 from tests.support.harness import LocalStack
-from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE
+from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.together import generated, sampled
 
 NUM_STREAMS, NUM_TOKENS = 64, 50
 TEXT_PROMPT = [5, 9, 11, 2, 7, 4]
-FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
-"""Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
