@@ -87,6 +87,20 @@ def test_the_coordinator_is_the_way_in() -> None:
 # --- defects that must be found -------------------------------------------------------------------
 
 
+Defect = Callable[[Manifests], None]
+DEFECTS: list[Any] = []
+
+
+def found_in(overlay: str, message: str) -> Callable[[Defect], Defect]:
+    """Of a function that puts a defect into an overlay: the problem that must be told."""
+
+    def noted(defect: Defect) -> Defect:
+        DEFECTS.append(pytest.param(overlay, defect, message, id=defect.__name__))
+        return defect
+
+    return noted
+
+
 def _deployment(manifests: Manifests, name: str) -> Object:
     spec: Object = manifests.of("Deployment")[name]["spec"]
     return spec
@@ -106,76 +120,95 @@ def _change(items: list[Any], old: str, new: str) -> None:
     items[items.index(old)] = new
 
 
-def _misspelt_field(m: Manifests) -> None:
+@found_in("local", "'periodSecond' was unexpected")
+def misspelt_field(m: Manifests) -> None:
     _container(m, "draft")["livenessProbe"]["periodSecond"] = 5
 
 
-def _misspelt_flag(m: Manifests) -> None:
+@found_in("local", "unknown flags --grace=120")
+def misspelt_flag(m: Manifests) -> None:
     _change(_container(m, "verify")["args"], "--grace-s=120", "--grace=120")
 
 
-def _bad_value(m: Manifests) -> None:
+@found_in("local", "--grace-s -1.0: must be")
+def bad_value(m: Manifests) -> None:
     _change(_container(m, "verify")["args"], "--grace-s=120", "--grace-s=-1")
 
 
-def _unknown_variable(m: Manifests) -> None:
+@found_in("local", "SPECWIRE_MODELL")
+def unknown_variable(m: Manifests) -> None:
     _container(m, "draft")["env"].append({"name": "SPECWIRE_MODELL", "value": "x"})
 
 
-def _anothers_variable(m: Manifests) -> None:
+@found_in("local", "SPECWIRE_NUM_THREADS is not read by specwire coordinator")
+def anothers_variable(m: Manifests) -> None:
     _container(m, "coordinator")["env"].append({"name": "SPECWIRE_NUM_THREADS", "value": "2"})
 
 
-def _hidden_variable(m: Manifests) -> None:
+@found_in("local", "--grace-s hides SPECWIRE_GRACE_S")
+def hidden_variable(m: Manifests) -> None:
     _container(m, "draft")["env"].append({"name": "SPECWIRE_GRACE_S", "value": "20"})
 
 
-def _unread_variable(m: Manifests) -> None:
+@found_in("local", "nothing reads the variable OTEL_EXPORTER_OTLP_ENDPOINTS")
+def unread_variable(m: Manifests) -> None:
     _container(m, "draft")["env"].append({"name": "OTEL_EXPORTER_OTLP_ENDPOINTS", "value": "http://x:1"})
 
 
-def _variable_too_early(m: Manifests) -> None:
+@found_in("observability", "made of POD_NAME, which does not come before it")
+def variable_too_early(m: Manifests) -> None:
     _container(m, "draft")["env"].sort(key=lambda entry: entry["name"] == "POD_NAME")
 
 
-def _other_port(m: Manifests) -> None:
+@found_in("local", "listens on 7171, and its port grpc is 7071")
+def other_port(m: Manifests) -> None:
     _change(_container(m, "draft")["args"], "--address=0.0.0.0:7071", "--address=0.0.0.0:7171")
 
 
-def _probe_of_another_port(m: Manifests) -> None:
+@found_in("local", "readinessProbe asks at 7072")
+def probe_of_another_port(m: Manifests) -> None:
     _container(m, "draft")["readinessProbe"]["grpc"]["port"] = 7072
 
 
-def _front_without_service(m: Manifests) -> None:
+@found_in("http", "--server coordinator:7071 is no Service's port")
+def front_without_service(m: Manifests) -> None:
     _change(_container(m, "http")["args"], "--server=coordinator:7070", "--server=coordinator:7071")
 
 
-def _probe_of_another_service(m: Manifests) -> None:
+@found_in("local", "asks for specwire.v1.Draft and not for specwire.v1.DraftService")
+def probe_of_another_service(m: Manifests) -> None:
     _container(m, "draft")["readinessProbe"]["grpc"]["service"] = "specwire.v1.Draft"
 
 
-def _address_without_service(m: Manifests) -> None:
+@found_in("local", "--verify-address dns:///target:7072 is no Service's port")
+def address_without_service(m: Manifests) -> None:
     args = _container(m, "coordinator")["args"]
     _change(args, "--verify-address=dns:///verify:7072", "--verify-address=dns:///target:7072")
 
 
-def _address_behind_one_name(m: Manifests) -> None:
+@found_in("local", "is to name all replicas, and has one address")
+def address_behind_one_name(m: Manifests) -> None:
     del m.of("Service")["verify"]["spec"]["clusterIP"]
 
 
-def _service_of_another_port(m: Manifests) -> None:
+@found_in("local", "port 7777 is not grpc")
+def service_of_another_port(m: Manifests) -> None:
     m.of("Service")["coordinator"]["spec"]["ports"][0]["port"] = 7777
 
 
-def _policy_without_pods(m: Manifests) -> None:
+@found_in("local", "'drafts'}} chooses no pod")
+@found_in("local", "--draft-address dns:///draft:7071 is not allowed to reach Deployment draft")
+def policy_without_pods(m: Manifests) -> None:
     m.of("NetworkPolicy")["draft"]["spec"]["podSelector"]["matchLabels"][COMPONENT] = "drafts"
 
 
-def _policy_of_no_port(m: Manifests) -> None:
+@found_in("local", "Deployment verify has no port http")
+def policy_of_no_port(m: Manifests) -> None:
     m.of("NetworkPolicy")["verify"]["spec"]["ingress"][0]["ports"] = [{"port": "http"}]
 
 
-def _open_door(m: Manifests) -> None:
+@found_in("local", "Deployment draft: can reach Deployment verify at 7072")
+def open_door(m: Manifests) -> None:
     m.of("NetworkPolicy")["verify"]["spec"]["ingress"].append({})
     policy = copy.deepcopy(m.of("NetworkPolicy")["verify"])
     policy["metadata"]["name"] = "out"
@@ -183,144 +216,113 @@ def _open_door(m: Manifests) -> None:
     m.objects.append(policy)
 
 
-def _no_config_map(m: Manifests) -> None:
+@found_in("observability", "there is no ConfigMap")
+def no_config_map(m: Manifests) -> None:
     m.objects.remove(next(item for item in m.objects if item["kind"] == "ConfigMap"))
 
 
-def _killed_in_its_grace(m: Manifests) -> None:
+@found_in("local", "is killed before 130 s")
+def killed_in_its_grace(m: Manifests) -> None:
     _pod(m, "coordinator")["terminationGracePeriodSeconds"] = 120
 
 
-def _restarted_while_it_starts(m: Manifests) -> None:
+@found_in("local", "may take 600 s to start, and gets 60")
+def restarted_while_it_starts(m: Manifests) -> None:
     _container(m, "coordinator")["startupProbe"]["failureThreshold"] = 12
 
 
-def _root(m: Manifests) -> None:
+@found_in("local", "runs as root")
+def root(m: Manifests) -> None:
     _pod(m, "draft")["securityContext"]["runAsUser"] = 0
 
 
-def _writes(m: Manifests) -> None:
+@found_in("local", "can write to its file system")
+def writes(m: Manifests) -> None:
     _container(m, "verify")["securityContext"]["readOnlyRootFilesystem"] = False
 
 
-def _nothing_to_scale(m: Manifests) -> None:
+@found_in("gpu", "its target is not there")
+def nothing_to_scale(m: Manifests) -> None:
     m.of("HorizontalPodAutoscaler")["draft"]["spec"]["scaleTargetRef"]["name"] = "drafts"
 
 
-def _no_such_metric(m: Manifests) -> None:
+@found_in("gpu", "HorizontalPodAutoscaler coordinator: its target has no metric specwire_streams")
+def no_such_metric(m: Manifests) -> None:
     m.of("HorizontalPodAutoscaler")["coordinator"]["spec"]["metrics"][0]["pods"]["metric"]["name"] = (
         "specwire_streams"
     )
 
 
-def _number_that_is_not_ours(m: Manifests) -> None:
+@found_in("gpu", "each apply would reset the number of replicas")
+def number_that_is_not_ours(m: Manifests) -> None:
     _deployment(m, "draft")["replicas"] = 2
 
 
-def _another_namespace(m: Manifests) -> None:
+@found_in("observability", "Deployment jaeger: is not in a namespace of ours")
+def another_namespace(m: Manifests) -> None:
     m.of("Deployment")["jaeger"]["metadata"]["namespace"] = "default"
 
 
-def _metrics_at_no_port(m: Manifests) -> None:
+@found_in("observability", "shows metrics at 9000, and its port metrics is 9464")
+def metrics_at_no_port(m: Manifests) -> None:
     env = _container(m, "draft")["env"]
     (entry,) = [entry for entry in env if entry["name"] == "SPECWIRE_METRICS_ADDRESS"]
     entry["value"] = "0.0.0.0:9000"
 
 
-def _too_few_gpus(m: Manifests) -> None:
+@found_in("gpu", "wants 8 GPUs, and the Ray cluster has 4")
+def too_few_gpus(m: Manifests) -> None:
     _deployment(m, "verify")["replicas"] = 2
 
 
-def _another_ray(m: Manifests) -> None:
+@found_in("gpu", "rayVersion 2.9.0 is not")
+def another_ray(m: Manifests) -> None:
     m.of("RayCluster")["target"]["spec"]["rayVersion"] = "2.9.0"
 
 
-def _misspelt_ray_field(m: Manifests) -> None:
+@found_in("gpu", "'minReplica' was unexpected")
+def misspelt_ray_field(m: Manifests) -> None:
     m.of("RayCluster")["target"]["spec"]["workerGroupSpecs"][0]["minReplica"] = 1
 
 
-def _misspelt_field_in_ray_pod(m: Manifests) -> None:
+@found_in("gpu", "'container' was unexpected")
+def misspelt_field_in_ray_pod(m: Manifests) -> None:
     m.of("RayCluster")["target"]["spec"]["headGroupSpec"]["template"]["spec"]["container"] = []
 
 
-def _probe_with_a_misspelt_flag(m: Manifests) -> None:
+@found_in("secure", "unrecognized arguments: --servername")
+def probe_with_a_misspelt_flag(m: Manifests) -> None:
     command = _container(m, "verify")["livenessProbe"]["exec"]["command"]
     _change(command, "--server-name=specwire-peer", "--servername=specwire-peer")
 
 
-def _probe_that_is_killed(m: Manifests) -> None:
+@found_in("secure", "the probe is killed before")
+def probe_that_is_killed(m: Manifests) -> None:
     _container(m, "verify")["readinessProbe"]["timeoutSeconds"] = 1
 
 
-def _untold_secret(m: Manifests) -> None:
+@found_in("secure", "there is no Secret bearers")
+def untold_secret(m: Manifests) -> None:
     volumes = _pod(m, "coordinator")["volumes"]
     (secret,) = [volume["secret"] for volume in volumes if volume["name"] == "tokens"]
     secret["secretName"] = "bearers"
 
 
-def _file_outside_volumes(m: Manifests) -> None:
+@found_in("secure", "SPECWIRE_TLS_KEY=/etc/tls/tls.key lies in no volume")
+def file_outside_volumes(m: Manifests) -> None:
     env = _container(m, "draft")["env"]
     (entry,) = [entry for entry in env if entry["name"] == "SPECWIRE_TLS_KEY"]
     entry["value"] = "/etc/tls/tls.key"
 
 
-def _plaintext_beyond_the_machine(m: Manifests) -> None:
+@found_in("local", "would be plaintext beyond this machine")
+def plaintext_beyond_the_machine(m: Manifests) -> None:
     env = _container(m, "verify")["env"]
     env.remove({"name": "SPECWIRE_ALLOW_PLAINTEXT", "value": "true"})
 
 
-DEFECTS: list[tuple[str, Callable[[Manifests], None], str]] = [
-    ("local", _misspelt_field, "'periodSecond' was unexpected"),
-    ("local", _misspelt_flag, "unknown flags --grace=120"),
-    ("local", _bad_value, "--grace-s -1.0: must be"),
-    ("local", _unknown_variable, "SPECWIRE_MODELL"),
-    ("local", _anothers_variable, "SPECWIRE_NUM_THREADS is not read by specwire coordinator"),
-    ("local", _hidden_variable, "--grace-s hides SPECWIRE_GRACE_S"),
-    ("local", _unread_variable, "nothing reads the variable OTEL_EXPORTER_OTLP_ENDPOINTS"),
-    ("observability", _variable_too_early, "made of POD_NAME, which does not come before it"),
-    ("local", _other_port, "listens on 7171, and its port grpc is 7071"),
-    ("local", _probe_of_another_port, "readinessProbe asks at 7072"),
-    ("local", _probe_of_another_service, "asks for specwire.v1.Draft and not for specwire.v1.DraftService"),
-    ("local", _address_without_service, "--verify-address dns:///target:7072 is no Service's port"),
-    ("http", _front_without_service, "--server coordinator:7071 is no Service's port"),
-    ("local", _address_behind_one_name, "is to name all replicas, and has one address"),
-    ("local", _service_of_another_port, "port 7777 is not grpc"),
-    ("local", _policy_without_pods, "'drafts'}} chooses no pod"),
-    (
-        "local",
-        _policy_without_pods,
-        "--draft-address dns:///draft:7071 is not allowed to reach Deployment draft",
-    ),
-    ("local", _policy_of_no_port, "Deployment verify has no port http"),
-    ("local", _open_door, "Deployment draft: can reach Deployment verify at 7072"),
-    ("observability", _no_config_map, "there is no ConfigMap"),
-    ("local", _killed_in_its_grace, "is killed before 130 s"),
-    ("local", _restarted_while_it_starts, "may take 600 s to start, and gets 60"),
-    ("secure", _probe_with_a_misspelt_flag, "unrecognized arguments: --servername"),
-    ("secure", _probe_that_is_killed, "the probe is killed before"),
-    ("secure", _untold_secret, "there is no Secret bearers"),
-    ("secure", _file_outside_volumes, "SPECWIRE_TLS_KEY=/etc/tls/tls.key lies in no volume"),
-    ("local", _plaintext_beyond_the_machine, "would be plaintext beyond this machine"),
-    ("local", _root, "runs as root"),
-    ("local", _writes, "can write to its file system"),
-    ("gpu", _nothing_to_scale, "its target is not there"),
-    (
-        "gpu",
-        _no_such_metric,
-        "HorizontalPodAutoscaler coordinator: its target has no metric specwire_streams",
-    ),
-    ("gpu", _number_that_is_not_ours, "each apply would reset the number of replicas"),
-    ("observability", _another_namespace, "Deployment jaeger: is not in a namespace of ours"),
-    ("observability", _metrics_at_no_port, "shows metrics at 9000, and its port metrics is 9464"),
-    ("gpu", _too_few_gpus, "wants 8 GPUs, and the Ray cluster has 4"),
-    ("gpu", _another_ray, "rayVersion 2.9.0 is not"),
-    ("gpu", _misspelt_ray_field, "'minReplica' was unexpected"),
-    ("gpu", _misspelt_field_in_ray_pod, "'container' was unexpected"),
-]
-
-
 @pytest.mark.parametrize(("overlay", "defect", "message"), DEFECTS)
-def test_finds(overlay: str, defect: Callable[[Manifests], None], message: str) -> None:
+def test_finds(overlay: str, defect: Defect, message: str) -> None:
     broken = Manifests(copy.deepcopy(rendered(overlay).objects))
     defect(broken)
     assert any(message in problem for problem in problems(broken)), problems(broken)

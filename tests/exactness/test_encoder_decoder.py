@@ -5,7 +5,6 @@ All sequences of three tokens over a vocabulary of five are enumerated with tran
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -18,13 +17,13 @@ import pytest
 import torch
 
 import coordinator.generation
-from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.core import Outcome, Proposal, Verdict
-from specwire.rule import acceptance
+from specwire import Completion, Rule, SamplingParams
 from tests.support import encoder_decoders
 from tests.support.encoder_decoders import START, own_logits
 from tests.support.harness import LocalStack, local_stack
+from tests.support.own_drafts import typical
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE, chi_square_p_value
+from tests.support.together import sampled
 
 VOCAB_SIZE, LENGTH, NUM_SAMPLES = 5, 3, 250
 INPUTS = ([3, 1, 4, 4, 2], [4, 2, 1])
@@ -53,16 +52,6 @@ def counts(completions: list[Completion]) -> np.ndarray:
     return found
 
 
-async def sample(address: str, encoder_input: list[int], params: SamplingParams) -> list[Completion]:
-    async with AsyncClient(address) as client:
-
-        async def one(seed: int) -> Completion:
-            seeded = replace(params, seed=seed)
-            return await client.generate(params=seeded, prompt_token_ids=encoder_input)
-
-        return await asyncio.gather(*map(one, range(NUM_SAMPLES)))
-
-
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     directory: Path = tmp_path_factory.mktemp("pair")
@@ -77,7 +66,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
 def test_the_distribution_is_the_targets(stack: LocalStack, model: Any, rule: Rule) -> None:
     """Given its own input; and of another input it is clearly another one, so the test can fail."""
     own, other = INPUTS
-    completions = asyncio.run(sample(stack.address, own, replace(SAMPLED, rule=rule)))
+    completions = sampled(stack.address, replace(SAMPLED, rule=rule), range(NUM_SAMPLES), own)
     share = np.mean([done.speculation.draft_acceptance_rate for done in completions])
     assert 0.2 < share < 0.9
     found = counts(completions)
@@ -85,18 +74,11 @@ def test_the_distribution_is_the_targets(stack: LocalStack, model: Any, rule: Ru
     assert chi_square_p_value(found, distribution(model, other)) < CLEARLY_WRONG
 
 
-def lenient(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
-    """Accepts what the target finds likely enough (Medusa's typical acceptance)."""
-    if proposal.token_ids and all(probs[0] > 0.15 for probs in verdict.target_probs):
-        return Outcome(range(len(proposal.token_ids)), verdict.target_token_ids[-1])
-    return acceptance.accept(proposal, verdict, params, seed)
-
-
 @pytest.mark.slow
 def test_control_a_rule_that_is_not_exact_is_caught(
     stack: LocalStack, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator.generation, "acceptance", SimpleNamespace(accept=lenient))
+    monkeypatch.setattr(coordinator.generation, "acceptance", SimpleNamespace(accept=typical))
     params = replace(SAMPLED, rule=Rule.REJECTION)
-    found = counts(asyncio.run(sample(stack.address, INPUTS[0], params)))
+    found = counts(sampled(stack.address, params, range(NUM_SAMPLES), INPUTS[0]))
     assert chi_square_p_value(found, distribution(model, INPUTS[0])) < CLEARLY_WRONG

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from specwire import AsyncClient, Rule, SamplingParams
+from specwire import Rule, SamplingParams
 from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_hostile_draft, save_target
+from tests.support.together import sampled
 from tools.proxy.delay_proxy import Link
 
 PROMPT = [5, 9, 11, 2, 7]
@@ -83,13 +83,9 @@ def test_what_the_draft_prepares_does_not_change_the_text(
 def test_the_company_does_not_change_the_text(
     models: dict[str, Path], expected: dict[int, tuple[int, ...]]
 ) -> None:
-    async def together(address: str) -> list[tuple[int, ...]]:
-        async with AsyncClient(address) as client:
-            requests = [client.generate(params=params(seed), prompt_token_ids=PROMPT) for seed in range(9)]
-            return [done.token_ids for done in await asyncio.gather(*requests)]
-
     with local_stack(models["target"], models["good"]) as stack:
-        assert asyncio.run(together(stack.address)) == [expected[seed] for seed in range(9)]
+        found = sampled(stack.address, params(0), range(9), PROMPT)
+    assert [done.token_ids for done in found] == [expected[seed] for seed in range(9)]
 
 
 def test_the_same_seed_is_named_and_repeats_the_text(models: dict[str, Path]) -> None:

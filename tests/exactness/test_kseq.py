@@ -7,10 +7,8 @@ the proof by enumeration.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,16 @@ import pytest
 from torch import Tensor
 
 import draft_service.drafter
-from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire import Completion, Rule, SamplingParams
 from specwire.rule import kseq, random
 from tests.support.harness import float32_processes, local_stack
-from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
+from tests.support.pairs import markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from tests.support.together import sampled
 
 NUM_STREAMS, LENGTH = 64, 50
-FEW: dict[str, Any] = {"logit_bias": {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}}
-"""Leaves three tokens, so that their order shows: three successive ones are tested together."""
 CASES = [
     pytest.param({}, 1, id="plain", marks=pytest.mark.slow),
     pytest.param(
@@ -43,13 +40,8 @@ CASES = [
         1,
         id="penalised",
     ),
-    pytest.param(FEW, 2, id="joint"),
+    pytest.param({"logit_bias": FEW}, 2, id="joint"),
 ]
-
-
-@pytest.fixture(scope="module")
-def logits() -> Tensor:
-    return markov_logits(markov_model())
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +122,4 @@ def sample(address: str, settings: dict[str, Any]) -> tuple[list[Completion], Sa
     given: dict[str, Any] = {"rule": Rule.KSEQ, "max_tokens": LENGTH, "ignore_eos": True}
     params = SamplingParams(**given | settings)
 
-    async def all_of_them() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            each = (replace(params, seed=seed) for seed in range(NUM_STREAMS))
-            return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in each))
-
-    return asyncio.run(all_of_them()), params
+    return sampled(address, params, range(NUM_STREAMS), PROMPT), params

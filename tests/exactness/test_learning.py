@@ -6,7 +6,6 @@ target, and comes near it within the test.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from draft_service import grades
 from draft_service.drafter import DraftDecider, Question
-from specwire import AsyncClient, Client, Completion, Rule, SamplingParams
+from specwire import Client, Completion, Rule, SamplingParams
 from specwire.core import Learning
 from specwire.engine.jobs import Job
 from specwire.rule.columns import Places
@@ -28,6 +27,7 @@ from tests.support.markov_distribution import PROMPT, fit_p_value
 from tests.support.pairs import markov_logits, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from tests.support.together import sampled
 
 NUM_STREAMS, LENGTH = 32, 50
 NUM_VERSIONS = 1
@@ -40,11 +40,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"rule": Rule.REJECTION, "temperature": 0.7, "top_p": 0.95},
     {"rule": Rule.GUMBEL},
 ]
-
-
-@pytest.fixture(scope="module")
-def logits() -> Tensor:
-    return markov_logits(markov_model())
 
 
 def save_pair(directory: Path) -> tuple[Path, Path]:
@@ -80,13 +75,7 @@ def until(address: str, is_there: Callable[[Learning], bool]) -> Learning:
 
 def sample(address: str, settings: dict[str, Any], first_seed: int) -> list[Completion]:
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **settings)
-
-    async def all_of_them() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            each = (replace(params, seed=first_seed + i) for i in range(NUM_STREAMS))
-            return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in each))
-
-    return asyncio.run(all_of_them())
+    return sampled(address, params, range(first_seed, first_seed + NUM_STREAMS), PROMPT)
 
 
 def acceptance(completions: Sequence[Completion]) -> float:

@@ -6,7 +6,6 @@ What the grammar allows is found here by another library than that which makes t
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from specwire import (
-    AsyncClient,
     Completion,
     FinishReason,
     Grammar,
@@ -29,10 +27,11 @@ from specwire import (
 from specwire.config.speculative import GRAMMAR as GRAMMAR_SOURCE
 from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.rule.columns import Bits
+from tests.support import together
 from tests.support.harness import LocalStack, local_stack
 from tests.support.languages import END_ID, FORCED, REGEX, TEXTS, allowed, save_speaker
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import markov_logits, markov_model
+from tests.support.pairs import markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 
 NUM_TEXTS = 60
@@ -46,11 +45,6 @@ CASES = [
     pytest.param({"rule": Rule.KSEQ, "logit_bias": {5: -1.0, 8: 1.5}}, id="kseq", marks=pytest.mark.slow),
     pytest.param({"rule": Rule.REJECTION, "draft": "ngram", "top_k": 3}, id="ngram", marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(scope="module")
-def logits() -> torch.Tensor:
-    return markov_logits(markov_model())
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +73,9 @@ def in_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
 def sampled(
     stack: LocalStack, settings: dict[str, Any], num_texts: int = NUM_TEXTS, grammar: Grammar = GRAMMAR
 ) -> list[Completion]:
-    """Texts with seeds 0, 1, ..., of which 64 are written at a time."""
-    free = asyncio.Semaphore(64)
-
-    async def one(client: AsyncClient, seed: int) -> Completion:
-        async with free:
-            params = SamplingParams(**settings, grammar=grammar, seed=seed, max_tokens=60)
-            return await client.generate(params=params, prompt_token_ids=PROMPT)
-
-    async def every() -> list[Completion]:
-        async with AsyncClient(stack.address) as client:
-            return await asyncio.gather(*(one(client, seed) for seed in range(num_texts)))
-
-    return asyncio.run(every())
+    """Texts with seeds 0, 1, ..."""
+    params = SamplingParams(**settings, grammar=grammar, max_tokens=60)
+    return together.sampled(stack.address, params, range(num_texts), PROMPT)
 
 
 @pytest.mark.parametrize("settings", [{"rule": Rule.BLOCK}, {"rule": Rule.GUMBEL, "max_depth": 3}])

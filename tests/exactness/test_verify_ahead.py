@@ -7,12 +7,10 @@ so long that prepared proposals arrive before their end.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,62 +18,44 @@ import torch
 import coordinator.generation
 import verify_service.ahead
 from coordinator.servicer import GenerationServicer
-from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire import Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
-from tests.support.harness import LocalStack, local_stack
-from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.harness import LocalStack, local_stack, started_coordinators
+from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
+from tests.support.pairs import markov_model
 from tests.support.statistics import FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from tests.support.together import sampled
 
 NUM_GENERATIONS, NUM_TOKENS = 2, 300
-FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
-"""Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
+
+
+class Running(NamedTuple):
+    """A stack, and its coordinator."""
+
+    stack: LocalStack
+    servicer: GenerationServicer
 
 
 @pytest.fixture(scope="module")
-def logits() -> torch.Tensor:
-    return markov_logits(markov_model())
-
-
-@pytest.fixture(scope="module")
-def servicers() -> list[GenerationServicer]:
-    """That of the coordinator, once it has started."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def stack(
-    tmp_path_factory: pytest.TempPathFactory, servicers: list[GenerationServicer]
-) -> Iterator[LocalStack]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("markov")
     target, draft = save(markov_model(), directory / "target"), save(markov_model(0.9), directory / "draft")
-    init = GenerationServicer.__init__
-
-    def noted(self: GenerationServicer, *args: Any, **named: Any) -> None:
-        init(self, *args, **named)
-        servicers.append(self)
-
     with (
-        mock.patch.object(GenerationServicer, "__init__", noted),
+        started_coordinators() as found,
         local_stack(
             target,
             draft,
             coordinator_options={"num_outcomes": "16", "num_draft_tokens": "2"},
             verify_options={"least_pass_ms": 40.0},
-        ) as running,
+        ) as stack,
     ):
-        yield running
+        yield Running(stack, found[0])
 
 
 def sample(address: str, rule: Rule) -> list[Completion]:
-    async def all_of_them() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            params = [replace(of(rule), seed=seed) for seed in range(NUM_GENERATIONS)]
-            return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in params))
-
-    return asyncio.run(all_of_them())
+    return sampled(address, of(rule), range(NUM_GENERATIONS), PROMPT)
 
 
 def of(rule: Rule) -> SamplingParams:
@@ -86,12 +66,10 @@ def of(rule: Rule) -> SamplingParams:
 @pytest.mark.parametrize(
     "rule", [Rule.REJECTION, Rule.BLOCK, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)]
 )
-def test_the_distribution_is_the_targets(
-    stack: LocalStack, servicers: list[GenerationServicer], logits: torch.Tensor, rule: Rule
-) -> None:
-    tally = servicers[0].totals.tally
+def test_the_distribution_is_the_targets(running: Running, logits: torch.Tensor, rule: Rule) -> None:
+    tally = running.servicer.totals.tally
     num_begun, num_rounds = tally.num_begun, tally.num_rounds
-    completions = sample(stack.address, rule)
+    completions = sample(running.stack.address, rule)
     assert tally.num_begun - num_begun > (tally.num_rounds - num_rounds) / 4
     assert fit_p_value(completions, logits, of(rule), num_before=2) > FALSE_ALARM_RATE
 
@@ -123,10 +101,10 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Biased:
 
 @pytest.mark.slow
 def test_other_outcomes_than_the_rules_change_nothing(
-    stack: LocalStack, logits: torch.Tensor, target: Biased
+    running: Running, logits: torch.Tensor, target: Biased
 ) -> None:
     """The coordinator judges as ever, and what the target claims reaches no client."""
-    completions = sample(stack.address, Rule.REJECTION)
+    completions = sample(running.stack.address, Rule.REJECTION)
     assert any(claimed.next_token == 5 for claimed in target.claimed.values())
     assert not any(5 in done.token_ids for done in completions)
     assert fit_p_value(completions, logits, of(Rule.REJECTION), num_before=2) > FALSE_ALARM_RATE
@@ -134,9 +112,9 @@ def test_other_outcomes_than_the_rules_change_nothing(
 
 @pytest.mark.slow
 def test_control_believed_they_would(
-    stack: LocalStack, target: Biased, monkeypatch: pytest.MonkeyPatch
+    running: Running, target: Biased, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a coordinator that does not judge, what the target claims is what clients get."""
     monkeypatch.setattr(coordinator.generation, "acceptance", target)
-    completions = sample(stack.address, Rule.REJECTION)
+    completions = sample(running.stack.address, Rule.REJECTION)
     assert any(5 in done.token_ids for done in completions)

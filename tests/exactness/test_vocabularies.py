@@ -7,7 +7,6 @@ here.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import string
 from collections.abc import Iterator
@@ -24,13 +23,14 @@ from benchmarks import drafts as pairs
 from benchmarks.embedded import corpus
 from draft_service.drafter import DraftDecider, Question
 from draft_service.scores import SharedScores
-from specwire import AsyncClient, Client, Completion, Rule, SamplingParams, embedded
+from specwire import Client, Completion, Rule, SamplingParams, embedded
 from specwire.rule.columns import Places
 from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from tests.support.together import sampled
 from tests.support.vocabularies import letters, save_tokenizer
 from tools.proxy.delay_proxy import Link
 
@@ -39,11 +39,6 @@ DRAFT_LETTERS = "jqbsdrhuftalvcno"
 """Ten of the target's sixteen, at other places, and six others."""
 CONFIG = json.dumps({"method": "draft_model", "use_heterogeneous_vocab": True})
 NUM_STREAMS, LENGTH = 64, 50
-
-
-@pytest.fixture(scope="module")
-def logits() -> Tensor:
-    return markov_logits(markov_model())
 
 
 def save_markov_pair(directory: Path) -> tuple[Path, Path]:
@@ -138,13 +133,7 @@ def heterogeneous(target: Path | str, draft: Path | str, **given: Any) -> Any:
 def sample(address: str, settings: dict[str, Any]) -> tuple[list[Completion], SamplingParams]:
     """3,200 tokens, or half as many in short generations."""
     params = SamplingParams(**settings, ignore_eos=True)
-
-    async def all_of_them() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            each = (replace(params, seed=seed) for seed in range(NUM_STREAMS))
-            return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in each))
-
-    return asyncio.run(all_of_them()), params
+    return sampled(address, params, range(NUM_STREAMS), PROMPT), params
 
 
 # --- texts ------------------------------------------------------------------------------------------------

@@ -25,10 +25,11 @@ from coordinator.generation import Plan, Round
 from coordinator.length.planners import AdaptiveLength
 from specwire import AsyncClient, Completion, Rule, SamplingParams
 from tests.support.harness import float32_processes, local_stack
-from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
+from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
+from tests.support.pairs import markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
+from tests.support.together import together
 from tools.proxy.delay_proxy import Link
 
 NUM_TOKENS = 3_200
@@ -52,11 +53,6 @@ CASES = [
     ),
 ]
 """Every sampling parameter, over the wire; `test_distributions.py` has each alone, with larger samples."""
-
-
-@pytest.fixture(scope="module")
-def logits() -> torch.Tensor:
-    return markov_logits(markov_model())
 
 
 @pytest.fixture(scope="module")
@@ -86,24 +82,23 @@ def test_rejection_sampling_follows_the_target(
     check_distribution(address, logits, rule, settings, length)
 
 
-FEW: dict[str, Any] = {"logit_bias": {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}}
 PARAMETERS: list[dict[str, Any]] = [
-    FEW,
-    {"temperature": 0.6} | FEW,
-    {"top_k": 2} | FEW,
-    {"top_p": 0.8} | FEW,
-    {"min_p": 0.4} | FEW,
-    {"presence_penalty": 1.0, "frequency_penalty": 0.1, "repetition_penalty": 1.3} | FEW,
+    {},
+    {"temperature": 0.6},
+    {"top_k": 2},
+    {"top_p": 0.8},
+    {"min_p": 0.4},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.1, "repetition_penalty": 1.3},
 ]
-"""Each leaves two or three tokens, so that their order shows: three successive ones are tested together."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [Rule.BLOCK, *(pytest.param(r, marks=pytest.mark.slow) for r in OTHERS)])
+@pytest.mark.parametrize("rule", [Rule.BLOCK, *OTHERS])
 def test_three_successive_tokens_follow_the_target(address: str, logits: torch.Tensor, rule: Rule) -> None:
-    """By their joint distribution, with every parameter, over four draft tokens a round."""
-    params = [{"max_tokens": LONG, "rule": rule, "num_draft_tokens": 4, **each} for each in PARAMETERS]
-    kinds = asyncio.run(_sample_together(address, params, range(20)))
+    """By their joint distribution, with every parameter; two or three different ones are possible."""
+    given: dict[str, Any] = {"max_tokens": LONG, "rule": rule, "num_draft_tokens": 4, "logit_bias": FEW}
+    params = [given | each for each in PARAMETERS]
+    kinds = _sample_together(address, params, range(20))
     for settings, completions in zip(params, kinds, strict=True):
         p_value = fit_p_value(completions, logits, SamplingParams(**settings), num_before=2)
         assert p_value > FALSE_ALARM_RATE / len(params), settings
@@ -212,9 +207,9 @@ MIXED: list[dict[str, Any]] = [
 def test_requests_of_all_kinds_in_one_step(address: str, logits: torch.Tensor) -> None:
     """Each has its own rule, temperature, seed and place among the rows, whatever is beside it."""
     params = [{"max_tokens": LONG, **each} for each in MIXED]
-    kinds = asyncio.run(_sample_together(address, params, range(24)))
+    kinds = _sample_together(address, params, range(24))
     for number, (settings, completions) in enumerate(zip(MIXED, kinds, strict=True)):
-        [alone] = asyncio.run(_sample_together(address, [params[number]], range(2)))
+        [alone] = _sample_together(address, [params[number]], range(2))
         assert [done.token_ids for done in alone] == [done.token_ids for done in completions[:2]]
         if settings.get("temperature") == 0:
             tokens = [*PROMPT, *completions[0].token_ids]
@@ -319,12 +314,9 @@ async def _sample(
         return await asyncio.gather(*(one(client, seed) for seed in range(num_generations)))
 
 
-async def _sample_together(address: str, kinds: list[dict[str, Any]], seeds: range) -> list[list[Completion]]:
+def _sample_together(address: str, kinds: list[dict[str, Any]], seeds: range) -> list[list[Completion]]:
     """Generations of several kinds, each with these seeds, all at once."""
 
-    async def of_kind(client: AsyncClient, params: dict[str, Any]) -> list[Completion]:
-        made = (SamplingParams(**params, seed=seed) for seed in seeds)
-        return await asyncio.gather(*(client.generate(params=p, prompt_token_ids=PROMPT) for p in made))
-
-    async with AsyncClient(address) as client:
-        return await asyncio.gather(*(of_kind(client, params) for params in kinds))
+    requests = [(SamplingParams(**params, seed=seed), PROMPT) for params in kinds for seed in seeds]
+    found = together(address, requests)
+    return [found[start : start + len(seeds)] for start in range(0, len(found), len(seeds))]

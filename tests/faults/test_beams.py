@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 
 from specwire import Client, Completion, SamplingParams
 from specwire.cli.process import Service, wait_ready
-from specwire.v1 import verify_pb2, verify_pb2_grpc
 from tests.support.fleet import START_S, flag_list, hung_device, stopped
+from tests.support.harness import handshake
 from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 9, 11, 2, 7, 4]
@@ -55,11 +54,7 @@ class Pair:
             service.kill()
 
     def num_passes(self, index: int) -> int:
-        with grpc.insecure_channel(self.verifies[index].address) as channel:
-            stub = verify_pb2_grpc.VerifyServiceStub(channel)
-            return stub.GetModelInfo(
-                verify_pb2.VerifyServiceGetModelInfoRequest(), timeout=10
-            ).status.num_steps
+        return int(handshake("verify", self.verifies[index].address).status.num_steps)
 
     def searched(self, client: Client) -> Completion:
         return client.generate(params=BEAMS, prompt_token_ids=PROMPT)

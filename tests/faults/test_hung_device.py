@@ -23,6 +23,7 @@ from specwire.engine.batch import Feed
 from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Heartbeat
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.processes import wait_until
 
 PASS_MS = 10.0
 TARGET, DRAFT = f"emulated:step_ms={PASS_MS:g}", "emulated:step_ms=1,alpha=0.8"
@@ -73,13 +74,6 @@ def health(address: str) -> int:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest()
         return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
-
-
-def wait_until_health(address: str, wanted: int, timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while health(address) != wanted:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_silence_counts_while_the_loop_looks_and_there_is_work() -> None:
@@ -135,7 +129,7 @@ def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
                 hung = await gaps(client, 400, hold_at=100)
                 assert max(hung) < 1.5
                 assert sorted(hung)[-2] < 0.5, "the others did not wait"
-                wait_until_health(stack.draft_address, NOT_SERVING)
+                wait_until(lambda: health(stack.draft_address) == NOT_SERVING, 30)
                 replica = (await client.get_status()).draft_replicas[0]
                 while "hangs" not in replica.unavailable:
                     await asyncio.sleep(0.05)
@@ -143,7 +137,7 @@ def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
                 meanwhile = await gaps(client, 100)
                 assert max(meanwhile[1:]) < 0.5
                 brake.release()
-                wait_until_health(stack.draft_address, SERVING)
+                wait_until(lambda: health(stack.draft_address) == SERVING, 30)
                 async with asyncio.timeout(30):
                     while not await speculates(client):
                         pass

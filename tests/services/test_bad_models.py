@@ -40,7 +40,7 @@ def thread() -> Iterator[LoopThread]:
 
 
 class TestModels:
-    """Models that cannot be served are refused at start, by name."""
+    """Models that cannot be served are refused at start, by name; `tensors/test_loading` has every reason."""
 
     @staticmethod
     def start(thread: LoopThread, model: Path | str) -> None:
@@ -51,23 +51,6 @@ class TestModels:
     def test_missing_directory(self, thread: LoopThread, tmp_path: Path) -> None:
         with refused(ModelLoadError, f"--model {tmp_path}/none", "no such model directory"):
             self.start(thread, tmp_path / "none")
-
-    def test_empty_directory(self, thread: LoopThread, tmp_path: Path) -> None:
-        with refused(ModelLoadError, f"--model {tmp_path}", "no config.json"):
-            self.start(thread, tmp_path)
-
-    def test_truncated_weights(self, thread: LoopThread, tmp_path: Path) -> None:
-        directory = save_target(tmp_path / "model")
-        weights = directory / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-64])
-        with refused(ModelLoadError, f"--model {directory}"):
-            self.start(thread, directory)
-
-    def test_broken_config(self, thread: LoopThread, tmp_path: Path) -> None:
-        directory = save_target(tmp_path / "model")
-        (directory / "config.json").write_text('{"model_type": "llama", ')
-        with refused(ModelLoadError, f"--model {directory}"):
-            self.start(thread, directory)
 
     def test_broken_tokenizer(self, thread: LoopThread, tmp_path: Path) -> None:
         directory = save_target(tmp_path / "model")

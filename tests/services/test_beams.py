@@ -131,8 +131,18 @@ def check(done: Completion, wanted: Texts) -> None:
     assert (done.token_ids, done.finish_reason) == (best.token_ids, best.finish_reason)
 
 
-def check_all(stack: LocalStack, family: str, num_ends: int, settings: Sequence[tuple[float, Any]]) -> None:
-    """Draft shapes and prompts in turns."""
+@pytest.mark.parametrize(
+    ("num_ends", "settings"),
+    [
+        pytest.param(2, SOME, id="some"),
+        pytest.param(1, SETTINGS, id="all, one end token", marks=pytest.mark.slow),
+        pytest.param(2, SETTINGS, id="all, two end tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_texts_scores_and_order_are_those_of_generate(
+    stack: LocalStack, family: str, num_ends: int, settings: Sequence[tuple[float, Any]]
+) -> None:
+    """For each length penalty and way to stop; draft shapes and prompts in turns."""
     base = replace(BEAMS, stop_token_ids=ends_of(family, num_ends))
     shapes, prompts = itertools.cycle(SHAPES), itertools.cycle(PROMPTS)
     lengths = set()
@@ -146,18 +156,6 @@ def check_all(stack: LocalStack, family: str, num_ends: int, settings: Sequence[
         assert done.usage.prompt_tokens == len(prompt)
     assert len(lengths) > 2, "texts end at several places"
     stack.assert_idle_within(2.0)
-
-
-def test_texts_scores_and_order_are_those_of_generate(stack: LocalStack, family: str) -> None:
-    """For each length penalty and way to stop, without a draft, with chains and with trees."""
-    check_all(stack, family, 2, SOME)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ends", [1, 2])
-def test_every_setting(stack: LocalStack, family: str, num_ends: int) -> None:
-    """All combinations of the above."""
-    check_all(stack, family, num_ends, SETTINGS)
 
 
 @pytest.mark.sample(4)
@@ -207,6 +205,15 @@ def test_other_widths(stack: LocalStack, family: str, num_beams: int) -> None:
     params = replace(BEAMS, num_beams=num_beams, num_return_sequences=2, max_tokens=10)
     done = stack.client.generate(params=params, prompt_token_ids=PROMPTS[2])
     check(done, expected(family, PROMPTS[2], params))
+
+
+@ONE
+def test_at_the_end_of_the_context(stack: LocalStack, family: str) -> None:
+    """Where the tokens of all beams no longer fit into one tree they are verified in several."""
+    prompt = [token_id % 90 + 3 for token_id in range(tiny_models.CONTEXT_LEN - MAX_TOKENS)]
+    for shape in SHAPES:
+        done = stack.client.generate(params=replace(BEAMS, **shape), prompt_token_ids=prompt)
+        check(done, expected(family, prompt, BEAMS))
 
 
 def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:

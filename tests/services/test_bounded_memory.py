@@ -22,6 +22,7 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.preflight.memory import _cgroup
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
+from tests.support.together import sampled
 from verify_service.verifier import VerifyDecider
 
 PROMPT = [5, 9, 11, 2, 7]
@@ -46,15 +47,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def undisturbed(pair: tuple[Path, Path]) -> list[tuple[int, ...]]:
     with local_stack(pair[0]) as stack:
-        return asyncio.run(generate_all(stack.address))
+        return generate_all(stack.address)
 
 
-async def generate_all(address: str) -> list[tuple[int, ...]]:
-    async with AsyncClient(address) as client:
-        requests = [
-            client.generate(params=params(seed), prompt_token_ids=PROMPT) for seed in range(NUM_REQUESTS)
-        ]
-        return [done.token_ids for done in await asyncio.gather(*requests)]
+def generate_all(address: str) -> list[tuple[int, ...]]:
+    return [done.token_ids for done in sampled(address, params(0), range(NUM_REQUESTS), PROMPT)]
 
 
 @pytest.mark.slow
@@ -67,7 +64,7 @@ def test_many_requests_share_the_memory_of_four(
         "draft_options": FOR_FOUR if short in ("draft", "both") else None,
     }
     with local_stack(*pair, **options) as stack:
-        assert asyncio.run(generate_all(stack.address)) == undisturbed
+        assert generate_all(stack.address) == undisturbed
         roles = ("verify", "draft") if short == "both" else (short,)
         assert all(stack.status(role).num_preemptions > 0 for role in roles)
         stack.assert_idle_within(1.0)

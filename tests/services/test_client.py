@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -42,24 +41,6 @@ ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
 
 def first_chunk(stream: Stream) -> None:
     next(iter(stream))
-
-
-class TestImport:
-    def test_the_package_and_its_clients_load_neither_torch_nor_transformers(self) -> None:
-        code = (
-            "import sys, time; start = time.process_time()\n"
-            "from specwire import AsyncClient, Client, SamplingParams\n"
-            "print(time.process_time() - start)\n"
-            "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))\n"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        cpu_s, loaded = done.stdout.splitlines()
-        assert loaded == "[]"
-        assert float(cpu_s) < 1.0, "the clients must start fast"
-
-    def test_the_nouns_alone_do_not_load_grpc(self) -> None:
-        code = "import sys, specwire; specwire.SamplingParams(); sys.exit('grpc' in sys.modules)"
-        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class TestShape:

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
-from draft_service.lookahead import MAX_REQUESTS
-from specwire import Grammar, InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams
+from specwire import Grammar, Rule, SamplingParams
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation
 from specwire.engine import boot
-from specwire.engine.streams import Limits
-from specwire.errors import InternalError, ServiceDrainingError
+from specwire.errors import InternalError
 from specwire.rule.random import Purpose, uniforms
 from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, draft_stream, opening
@@ -32,7 +30,7 @@ ASK_TWO = [DraftOrder(1, 1, 0, PROMPT, 4), DraftOrder(2, 1, 0, PROMPT, 2)]
 
 @pytest.fixture
 def service() -> Iterator[boot.ModelService]:
-    config = DraftConfig(model="emulated:step_ms=1")
+    config = DraftConfig(model="emulated:step_ms=1", max_support=20)
     running = boot.start(config, "draft", DraftDecider(config))
     yield running
     running.close()
@@ -93,6 +91,7 @@ def test_draft_tokens_are_drawn_with_the_numbers_of_their_base(
                 for number, token_id, support in zip(
                     numbers, proposal.token_ids, proposal.supports, strict=True
                 ):
+                    assert len(support.token_ids) <= 20
                     cumulative = support.probs.astype(np.float64).cumsum()
                     place = np.searchsorted(cumulative, number * cumulative[-1], side="right")
                     assert support.token_ids[place] == token_id
@@ -117,59 +116,6 @@ def test_nothing_is_prepared_whose_time_depends_on_tokens(service: boot.ModelSer
     run(check())
 
 
-def test_a_closed_sequence_is_freed_and_the_other_goes_on(service: boot.ModelService) -> None:
-    async def close_one() -> None:
-        async with draft_stream(service) as (call, stream):
-            call.send(ASK_TWO, OPEN_TWO)
-            await answered(call, 2)
-            call.send([DraftOrder(2, 2, 3, [7], 3)], closed=[1])
-            assert await answered(call, 1) == [(2, 2)]
-            assert list(stream.sequences) == [2]
-            assert service.engine.status().num_sequences == 1
-            call.send([DraftOrder(1, 2, 3, [7], 3), DraftOrder(2, 3, 4, [7], 3)])  # sent before it was read
-            assert await answered(call, 1) == [(2, 3)]
-
-    run(close_one())
-
-
-@pytest.mark.parametrize(
-    ("order", "name"),
-    [
-        (DraftOrder(1, 2, 3, [10**6], 4), "token_ids[0]"),
-        (DraftOrder(1, 2, 3, [7], 65), "num_draft_tokens"),
-        (DraftOrder(1, 2, 3, [7], 4, prepare=Preparation(65, 4)), "prepare.num_outcomes"),
-        (DraftOrder(1, 2, 3, [7], 4, max_depth=2), "max_depth"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_error_ends_its_sequence_alone(service: boot.ModelService, order: DraftOrder, name: str) -> None:
-    async def fail_one() -> None:
-        async with draft_stream(service) as (call, stream):
-            call.send(ASK_TWO, OPEN_TWO)
-            await answered(call, 2)
-            call.send([order, DraftOrder(2, 2, 3, [7], 3)])
-            message = await call.read()
-            assert list(message.errors) == [1]
-            assert isinstance(message.errors[1], InvalidRequestError)
-            assert message.errors[1].field == name
-            assert await answered(call, 1) == [(2, 2)]
-            assert list(stream.sequences) == [2]
-
-    run(fail_one())
-
-
-def test_too_many_requests_end_their_sequence_alone(service: boot.ModelService) -> None:
-    async def flood_one() -> None:
-        async with draft_stream(service) as (call, _):
-            flood = [DraftOrder(1, number + 1, 0, PROMPT, 1) for number in range(MAX_REQUESTS + 1)]
-            call.send([*flood, ASK_TWO[1]], OPEN_TWO)
-            message = await call.read()
-            assert {id_: type(error) for id_, error in message.errors.items()} == {1: ResourceExhaustedError}
-            assert await answered(call, 1) == [(2, 1)]
-
-    run(flood_one())
-
-
 def test_after_a_half_close_all_is_answered_in_order(service: boot.ModelService) -> None:
     """Requests of a sequence are served one after another, those without an answer too."""
 
@@ -192,26 +138,6 @@ def test_after_a_half_close_all_is_answered_in_order(service: boot.ModelService)
 
     run(ask_and_leave())
     assert service.engine.status().num_sequences == 0
-
-
-def test_a_service_that_drains_ends_the_stream_with_its_last_sequence(service: boot.ModelService) -> None:
-    async def drain() -> None:
-        limits = Limits()
-        async with draft_stream(service, limits) as (call, _):
-            call.send(ASK_TWO, OPEN_TWO)
-            await answered(call, 2)
-            limits.drain.close()
-            call.send([DraftOrder(1, 2, 3, [7], 3)], [opening(3, PARAMS, 3)], closed=[2])
-            message = await call.read()
-            assert {id_: type(error) for id_, error in message.errors.items()} == {3: ServiceDrainingError}
-            assert await answered(call, 1) == [(1, 2)]
-            assert limits.drain.num_running == 1
-            call.send(closed=[1])
-            assert await limits.drain.idle(10)
-            async with asyncio.timeout(10):
-                await call.serving
-
-    run(drain())
 
 
 def test_a_defect_ends_its_sequence_alone(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 from specwire import (
-    AsyncClient,
-    Completion,
     ContextLengthError,
     HandshakeError,
     ModelLoadError,
@@ -31,6 +28,7 @@ from tests.support.encoder_decoders import LENGTH, START
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_target
 from tests.support.refusals import refused
+from tests.support.together import of_prompts
 from tests.support.vocabularies import OTHER_TEXTS, save_tokenizer
 
 PROMPTS = [[5, 9, 11, 2, 7, 4], [9, 9, 5], [5, 9, 11, 2, 7, 6], [*range(3, 40)]]
@@ -80,19 +78,12 @@ def generated(family: str, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens
 
 
-async def together(address: str, params: SamplingParams, prompts: list[list[int]]) -> list[Completion]:
-    async with AsyncClient(address) as client:
-        return await asyncio.gather(
-            *(client.generate(params=params, prompt_token_ids=prompt) for prompt in prompts)
-        )
-
-
 @pytest.mark.sample(1)
 def test_greedy_text_is_that_of_generate(stack: LocalStack, family: str) -> None:
     """Of several inputs at once, with chains, trees and drafts from the text; the input is no output."""
     expected = [generated(family, prompt, 24) for prompt in PROMPTS]
     for shape in SHAPES:
-        done = asyncio.run(together(stack.address, replace(GREEDY, **shape), PROMPTS))
+        done = of_prompts(stack.address, replace(GREEDY, **shape), PROMPTS)
         assert [list(each.token_ids) for each in done] == expected
         assert [each.usage.prompt_tokens for each in done] == [len(prompt) for prompt in PROMPTS]
         if "draft" not in shape:
@@ -104,10 +95,10 @@ def test_greedy_text_is_that_of_generate(stack: LocalStack, family: str) -> None
 def test_a_seeded_text_is_that_of_plain_decoding(stack: LocalStack) -> None:
     """With Gumbel coupling, and parameters that depend on the tokens before."""
     for params in (GUMBEL, replace(GUMBEL, presence_penalty=1.0, repetition_penalty=1.2, logprobs=2)):
-        plain = asyncio.run(together(stack.address, replace(params, draft="off"), PROMPTS))
+        plain = of_prompts(stack.address, replace(params, draft="off"), PROMPTS)
         assert len({each.token_ids for each in plain}) == len(PROMPTS), "the input matters"
         for shape in SHAPES[-2:]:
-            done = asyncio.run(together(stack.address, replace(params, **shape), PROMPTS))
+            done = of_prompts(stack.address, replace(params, **shape), PROMPTS)
             assert [each.token_ids for each in done] == [each.token_ids for each in plain]
 
 
@@ -138,7 +129,7 @@ def test_a_small_cache_preempts_and_the_text_stays(pair: tuple[Path, Path], fami
     expected = [generated(family, prompt, 24) for prompt in prompts]
     small = {"num_kv_tokens": 128}
     with local_stack(*pair, verify_options=small, draft_options=small) as stack:
-        done = asyncio.run(together(stack.address, replace(GREEDY, num_draft_tokens=3), prompts))
+        done = of_prompts(stack.address, replace(GREEDY, num_draft_tokens=3), prompts)
         assert [list(each.token_ids) for each in done] == expected
         assert stack.status("verify").num_preemptions > 0
         stack.assert_idle_within(2.0)

@@ -1,33 +1,28 @@
-"""Heads of a target through real services: refusals by name, losses, training, `specwire drafts`."""
+"""Heads of a target: directories that are refused by name, and training.
+
+What they have in common with other drafts of the target's process: `test_own_drafts`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specwire import InvalidRequestError, Rule, SamplingParams
-from specwire.cli import drafts
-from specwire.config.client import ClientConfig
-from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.config.stack import UpConfig
+from specwire import Rule, SamplingParams
 from specwire.engine.heads import files
 from specwire.errors import ConfigError, ModelLoadError
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import local_stack
 from tests.support.heads import save_heads
 from tests.support.pairs import save_target
 from tools.heads import descent, training
 from tools.heads.config import TrainHeadsConfig
-from tools.proxy.delay_proxy import Link
 
 HEADS = '{"method": "medusa"}'
-PROMPT = [5, 9, 11, 2, 7, 4]
 GREEDY = SamplingParams(max_tokens=32, temperature=0, rule=Rule.GUMBEL, seed=3, ignore_eos=True)
 
 
@@ -41,86 +36,11 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_heads(tmp_path_factory.mktemp("heads") / "heads", target)
 
 
-@pytest.fixture(scope="module")
-def stack(target: Path, heads: Path) -> Iterator[LocalStack]:
-    """With a link between coordinator and verify; heads are not the default."""
-    with local_stack(target, verify_options={"heads": str(heads)}, verify_link=Link()) as running:
-        yield running
-
-
-def test_a_request_may_ask_for_them(stack: LocalStack) -> None:
-    plain = stack.client.generate(params=GREEDY, prompt_token_ids=PROMPT)
-    assert not plain.speculation.by_source
-    for name in ("heads", "medusa"):
-        done = stack.client.generate(params=replace(GREEDY, draft=name), prompt_token_ids=PROMPT)
-        assert done.token_ids == plain.token_ids
-        [counts] = done.speculation.by_source
-        assert counts.source == "heads"
-    with pytest.raises(InvalidRequestError, match="draft=ngram,heads: is not offered here"):
-        stack.client.generate(params=replace(GREEDY, draft="ngram,heads"), prompt_token_ids=PROMPT)
-
-
-def test_a_request_that_leaves_the_rule_open_is_coupled(stack: LocalStack) -> None:
-    """Under rejection sampling the target could not share noise with its heads, and would have no trees."""
-    params = SamplingParams(max_tokens=4, draft="heads")
-    assert stack.client.generate(params=params, prompt_token_ids=PROMPT).rule is Rule.GUMBEL
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("temperature", [0.0, 0.6])
-def test_a_lost_target_changes_no_text(stack: LocalStack, temperature: float) -> None:
-    """The connection is cut again and again while the text is read; each time a new sequence is opened."""
-    params = replace(GREEDY, temperature=temperature, max_tokens=120, num_draft_tokens=3)
-    plain = stack.client.generate(params=params, prompt_token_ids=PROMPT)
-    assert stack.verify_proxy is not None
-    with stack.client.stream(None, replace(params, draft="heads"), prompt_token_ids=PROMPT) as running:
-        for number, _ in enumerate(running):
-            if number in (5, 15):
-                stack.verify_proxy.cut()
-        assert running.completion.token_ids == plain.token_ids
-    stack.assert_idle_within(5.0)
-
-
-def test_a_client_that_stops_reading(stack: LocalStack) -> None:
-    """Nothing is held for it any more, though its rounds were begun by the target."""
-    params = replace(GREEDY, max_tokens=400, draft="heads", num_draft_tokens=3)
-    with stack.client.stream(None, params, prompt_token_ids=PROMPT) as running:
-        next(iter(running))
-    stack.assert_idle_within(5.0)
-
-
-def test_the_command_drafts(stack: LocalStack) -> None:
-    stack.client.generate(params=replace(GREEDY, draft="heads", num_draft_tokens=2), prompt_token_ids=PROMPT)
-    shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
-    rows = {line.split()[0]: line for line in shown if line}
-    assert list(rows) == [
-        "draft",
-        "model",
-        "kseq",
-        "INNER>model",
-        "num_beams",
-        "heads",
-        "layers",
-        "mtp",
-        "dflash",
-        "ngram",
-        "suffix",
-        "unigram",
-        "bigram",
-        "trigram",
-    ]
-    assert rows["model"].split()[1] == "no"
-    assert rows["heads"].split()[1] == "yes"
-    by_source = stack.client.get_status().by_source
-    [num_rounds] = [each.num_drafts for each in by_source if each.source == "heads"]
-    assert f" {num_rounds} " in rows["heads"]
-
-
 # --- refusals -----------------------------------------------------------------------------------------
 
 
-def start(target: Path, heads: Path | str, **coordinator: Any) -> None:
-    with local_stack(target, coordinator_options=coordinator, verify_options={"heads": str(heads)}):
+def start(target: Path, heads: Path | str) -> None:
+    with local_stack(target, verify_options={"heads": str(heads)}):
         pass
 
 
@@ -144,60 +64,6 @@ def test_directories_without_heads(target: Path, heads: Path, tmp_path: Path) ->
     (broken / files.WEIGHTS).write_bytes(b"other")
     with pytest.raises(ModelLoadError, match="is not the file that config"):
         start(target, broken)
-
-
-def test_a_target_without_heads(target: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="the verify service has no heads"),
-        local_stack(target, coordinator_options={"speculative_config": HEADS}),
-    ):
-        pass
-    with (
-        local_stack(target) as running,
-        pytest.raises(InvalidRequestError, match="draft=heads: is not offered here"),
-    ):
-        running.client.generate(params=replace(GREEDY, draft="heads"), prompt_token_ids=PROMPT)
-
-
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (lambda: VerifyConfig(model="emulated:step_ms=1", heads="x"), "has no hidden states"),
-        (lambda: VerifyConfig(heads="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
-        (lambda: DraftConfig(model="heads:x"), "see the verify service's flag --heads"),
-        (lambda: CoordinatorConfig(speculative_config='{"method": "medusa", "model": "x"}'), "--heads"),
-        (lambda: UpConfig(draft="heads"), "needs more: heads:DIR"),
-        (lambda: UpConfig(draft="heads:"), "no directory of heads"),
-        (lambda: UpConfig(draft="heads:/nowhere"), "no directory of heads"),
-        (lambda: UpConfig(speculative_config=HEADS), "no directory of heads"),
-        (lambda: UpConfig(draft="heads:/tmp", speculative_config='{"method": "ngram"}'), "another method"),
-        (lambda: UpConfig(draft="/tmp", speculative_config=HEADS), "second draft"),
-        (lambda: UpConfig(draft="heads:/tmp", target="emulated:step_ms=1"), "has no hidden states"),
-        (
-            lambda: UpConfig(speculative_config='{"method": "medusa", "corpus": "x"}'),
-            "is not a key of method",
-        ),
-    ],
-)
-def test_what_does_not_combine(make: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        make()
-
-
-def test_what_is_passed_on(tmp_path: Path) -> None:
-    """The directory to verify, the rest to the coordinator; there is no draft service."""
-    given = {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 16, "max_depth": 4}
-    for config in (
-        UpConfig(speculative_config=json.dumps(given)),
-        UpConfig(draft="none", speculative_config=json.dumps(given)),
-    ):
-        assert (config.draft_model, config.own) == ("none", ("heads", str(tmp_path)))
-        coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
-        assert coordinator.own_source == "heads"
-        assert (coordinator.fixed_draft_tokens, coordinator.fixed_max_depth) == (16, 4)
-    named = UpConfig(draft=f"heads:{tmp_path}")
-    assert (named.draft_model, named.own) == ("none", ("heads", str(tmp_path)))
-    assert CoordinatorConfig(speculative_config=named.coordinator_speculation).own_source == "heads"
 
 
 # --- training -----------------------------------------------------------------------------------------

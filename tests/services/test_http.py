@@ -21,7 +21,7 @@ from specwire.config.stack import UpConfig
 from specwire.http.model import Models
 from specwire.tokenizer_files import TokenizerFiles
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
-from tests.support.harness import local_stack
+from tests.support.processes import wait_until
 
 PROMPT = "def fibonacci("
 QUESTION = [{"role": "user", "content": "How does a queue work?"}]
@@ -287,9 +287,7 @@ class TestTogether:
         request = {"model": here.model, "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 4}
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(as_http(request))
-            deadline = time.monotonic() + 20
-            while not here.stack.status("verify").num_held_pages:
-                assert time.monotonic() < deadline
+            wait_until(lambda: here.stack.status("verify").num_held_pages > 0, 20)
         here.stack.assert_idle_within(20)
 
 
@@ -314,37 +312,6 @@ def as_http(request: dict[str, Any]) -> bytes:
     body = json.dumps(request).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
-
-
-@pytest.mark.slow
-def test_a_slow_reader_pauses_its_generation() -> None:
-    """Unread, it stops within what connection and credit hold; read, it is complete."""
-    num_tokens = 1_600
-    request = {
-        "model": "",
-        "prompt": [1, 2, 3],
-        "max_tokens": num_tokens,
-        "stream": True,
-        "return_fates": True,
-    }
-    with (
-        local_stack("emulated:step_ms=0,token_us=0") as stack,
-        front(stack.address, model_name="slow") as address,
-        socket.socket() as connection,
-    ):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
-        host, _, port = address.partition(":")
-        connection.connect((host, int(port)))
-        connection.sendall(as_http(request | {"model": "slow", "num_draft_tokens": 0}))
-        num_run = settled(lambda: stack.status("verify").num_tokens)
-        assert 0 < num_run < 0.6 * num_tokens
-        status = stack.client.get_status()
-        assert status.num_running + status.num_paused == 1
-        received = bytearray()
-        while not received.endswith(b"0\r\n\r\n"):
-            received += connection.recv(1 << 20)
-        assert b"[DONE]" in received[-64:]
-        assert received.count(b'"fate":') == num_tokens
 
 
 def test_up_starts_a_front_and_ends_it() -> None:
@@ -392,13 +359,3 @@ async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest
         assert served.name == source
         assert (await models.speller(served))(7) == f"7 of {source}"
     assert loaded == ["base", "tuned"]
-
-
-def settled(read: Any) -> int:
-    """A count, once it is over 0 and was the same for a second."""
-    last, since = -1, time.monotonic()
-    while last <= 0 or time.monotonic() - since < 1:
-        if (now := read()) != last:
-            last, since = now, time.monotonic()
-        time.sleep(0.05)
-    return last

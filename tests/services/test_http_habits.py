@@ -143,13 +143,7 @@ class TestDescription:
 
 
 class TestUnknownParameters:
-    def test_they_are_refused_by_name(self, here: Fronted) -> None:
-        answer = post(here, "/v1/completions", model=here.model, **UNKNOWN)
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert (error["param"], error["code"]) == ("mirostat", "unknown_parameter")
-
-    def test_or_ignored_with_a_warning(self, here: Fronted) -> None:
+    def test_they_are_ignored_with_a_warning_where_the_front_is_lenient(self, here: Fronted) -> None:
         """Of any depth, in streams too, and only what is unknown: what is known is checked as ever."""
         with front(here.stack.address, lenient=True) as address:
             url = f"http://{address}/v1"

@@ -24,6 +24,7 @@ from specwire.rpc.server import Server
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.harness import LocalStack, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, opening, params, received
+from tests.support.processes import wait_until
 
 MAX_RUNNING = 4
 IDLE_S = 2.0
@@ -41,10 +42,7 @@ def stack() -> Iterator[LocalStack]:
 
 
 def until(stack: LocalStack, condition: Callable[[generation_pb2.GetStatusResponse], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition(status := stack.client.get_status()):
-        assert time.monotonic() < deadline, status
-        time.sleep(0.01)
+    wait_until(lambda: condition(stack.client.get_status()), 20)
 
 
 async def read(stream: AsyncStream) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -24,10 +23,10 @@ from specwire.config.services import DraftConfig
 from specwire.config.stack import UpConfig
 from specwire.core import Learning
 from specwire.errors import ConfigError
-from specwire.v1 import draft_pb2, draft_pb2_grpc
 from specwire.wire import model as wire
-from tests.support.harness import LocalStack, local_stack
+from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.pairs import markov_model
+from tests.support.processes import wait_until
 from tests.support.tiny_models import save
 
 PROMPT = [3]
@@ -51,10 +50,7 @@ def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
 
 def learning(stack: LocalStack) -> Learning:
     """As the draft service says now; the coordinator asks it every second."""
-    with grpc.insecure_channel(stack.draft_address) as channel:
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
-        answer = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=5)
-    found = wire.model_info_from_proto(answer.model).learning
+    found = wire.model_info_from_proto(handshake("draft", stack.draft_address).model).learning
     assert found is not None
     return found
 
@@ -184,10 +180,7 @@ def test_a_share_of_the_time(pair: tuple[Path, Path], monkeypatch: pytest.Monkey
     monkeypatch.setattr(learner, "NUM_REPEATS", 10)
     with local_stack(*pair, draft_options=LEARN | {"learn_share": 0.25}) as stack:
         generate(stack, max_tokens=20)
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(starts) < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(starts) >= 5, TIMEOUT_S)
     assert min(later - earlier for earlier, later in itertools.pairwise(starts)) >= 0.079
 
 

@@ -38,14 +38,6 @@ def test_a_full_coordinator_refuses_and_what_it_took_is_served(pair: tuple[Path,
         stack.assert_idle_within(1.0)
 
 
-def test_a_full_verify_service_refuses(pair: tuple[Path, Path]) -> None:
-    with local_stack(*pair, verify_options={"max_sequences": 2}) as stack:
-        results = asyncio.run(flood(stack.address, 6))
-        refused = [result for result in results if isinstance(result, ResourceExhaustedError)]
-        assert len(refused) == 4
-        assert all(error.retry_after_ms for error in refused)
-
-
 @pytest.mark.slow
 def test_a_full_draft_service_costs_speed_only(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, draft_options={"max_sequences": 1}) as stack:

@@ -15,7 +15,7 @@ import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.lookahead import Branch, Lookahead, Request
-from specwire import InvalidRequestError, ResourceExhaustedError, Rule, SamplingParams, UnsupportedError
+from specwire import ResourceExhaustedError, Rule, SamplingParams, UnsupportedError
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation, Proposal
 from specwire.engine import boot
@@ -30,7 +30,7 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specwire.wire import draft as draft_wire
 from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
-from tests.support.harness import LocalStack, LoopThread, local_stack, started_services
+from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 9, 11, 2, 7]
@@ -272,19 +272,6 @@ def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.Mod
     assert [start - num for start, num in starts] == [5] * len(starts)
 
 
-def test_preparing_is_refused_by_name_where_it_makes_no_sense(stub: Any) -> None:
-    for preparation, name in [
-        (Preparation(0, 2), "prepare.num_outcomes=0"),
-        (Preparation(65, 2), "prepare.num_outcomes=65"),
-        (Preparation(1, 0), "prepare.num_draft_tokens=0"),
-    ]:
-        stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.REJECTION))
-        stream.send(PROMPT, NUM_DRAFT_TOKENS, preparation)
-        with pytest.raises(InvalidRequestError, match=name):
-            stream.answer()
-        stream.close()
-
-
 def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
     draft = save_good_draft(tmp_path / "draft")
     with (
@@ -292,7 +279,7 @@ def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
         grpc.insecure_channel(running.draft_address) as channel,
     ):
         stub = draft_pb2_grpc.DraftServiceStub(channel)
-        info = stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=20).model
+        info = handshake("draft", running.draft_address).model
         assert common_pb2.CAPABILITY_PREPARED_OUTCOMES not in info.capabilities
         stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.REJECTION))
         stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)

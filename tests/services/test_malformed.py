@@ -40,39 +40,37 @@ def assert_refused(error: grpc.RpcError, num_bytes: int) -> None:
     assert type(from_rpc_error(error)) is InvalidRequestError
 
 
+def called(channel: grpc.Channel, kind: str, path: str, *requests: bytes) -> None:
+    """Read all that the method answers."""
+    call = getattr(channel, kind)(path)
+    sent = iter(requests) if kind.startswith("stream") else requests[0]
+    answers = call(sent, timeout=30)
+    if kind.endswith("stream"):
+        list(answers)
+
+
 @pytest.mark.parametrize(
-    "path",
-    ["/specwire.v1.VerifyService/GetModelInfo", "/grpc.health.v1.Health/Check"],
-    ids=["ours", "health"],
+    ("kind", "path"),
+    [
+        ("unary_unary", "/specwire.v1.VerifyService/GetModelInfo"),
+        ("unary_unary", "/grpc.health.v1.Health/Check"),
+        ("unary_stream", "/grpc.health.v1.Health/Watch"),
+        ("stream_stream", VERIFY),
+        ("stream_stream", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+    ],
+    ids=["ours", "health", "one request for a stream", "a stream", "a generator"],
 )
-def test_a_unary_request(channel: grpc.Channel, path: str) -> None:
+def test_a_first_request(channel: grpc.Channel, kind: str, path: str) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary(path)(TRUNCATED, timeout=30)
+        called(channel, kind, path, TRUNCATED)
     assert_refused(caught.value, len(TRUNCATED))
 
 
-def test_a_unary_request_for_a_stream(channel: grpc.Channel) -> None:
+def test_a_later_request_of_a_stream(stack: LocalStack, channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        list(channel.unary_stream("/grpc.health.v1.Health/Watch")(TRUNCATED, timeout=30))
-    assert_refused(caught.value, len(TRUNCATED))
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_a_request_of_a_stream(stack: LocalStack, channel: grpc.Channel, num_before: int) -> None:
-    answers = channel.stream_stream(VERIFY)(iter([opening()] * num_before + [TRUNCATED]), timeout=30)
-    found = []
-    with pytest.raises(grpc.RpcError) as caught:
-        found += list(answers)
+        called(channel, "stream_stream", VERIFY, opening(), TRUNCATED)
     assert_refused(caught.value, len(TRUNCATED))
     stack.assert_idle_within(10.0)
-
-
-def test_a_request_of_a_generator(channel: grpc.Channel) -> None:
-    """Reflection is written as one."""
-    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    with pytest.raises(grpc.RpcError) as caught:
-        list(channel.stream_stream(path)(iter([TRUNCATED]), timeout=30))
-    assert_refused(caught.value, len(TRUNCATED))
 
 
 def test_an_unknown_method(channel: grpc.Channel) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from specwire import Rule, SamplingParams
-from specwire.engine.device import LogitsDecider
-from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.loop import Engine
+from specwire.engine.jobs import TokenSequence
 from specwire.engine.model.runner import ModelRunner
-from specwire.engine.thread import ComputeThread
 from tests.support import tiny_models
-from tests.support.harness import LoopThread, local_stack
+from tests.support.harness import local_stack
+from tests.support.logits_engine import LogitsEngine, Stream
 from tests.support.pairs import save_good_draft, save_target
 from verify_service.verifier import VerifyJob
 
@@ -28,90 +25,28 @@ SEED = SamplingParams(seed=0)
 PROMPT = np.random.default_rng(3).integers(3, 97, 50).tolist()
 
 
-class LogitsEngine:
-    """The real engine over a tiny model, and a reference to compare each job's logits with."""
+def engine_of(num_pages: int, *, prefix_sharing: bool = True, max_num_tokens: int = 256) -> LogitsEngine:
+    reference = tiny_models.build("llama")
 
-    def __init__(self, num_pages: int, *, prefix_sharing: bool = True, max_num_tokens: int = 256) -> None:
-        self.reference = tiny_models.build("llama")
-        self.runner = ModelRunner(tiny_models.build("llama"), num_pages=num_pages, page_size=PAGE_SIZE)
-        self.logits: dict[Job, torch.Tensor] = {}
-        self.engine = Engine(
-            self.runner,
-            LogitsDecider(self.consume),
-            max_num_tokens=max_num_tokens,
-            max_prefill_tokens=max_num_tokens,
-            context_len=num_pages * PAGE_SIZE,
-            thread=ComputeThread("test"),
-            prefix_sharing=prefix_sharing,
-        )
-        self.thread = LoopThread()
+    @torch.inference_mode()
+    def from_scratch(sequence: TokenSequence) -> Tensor:
+        logits: Tensor = reference(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0]
+        return logits.float()
 
-    def consume(self, jobs: list[Job], logits: torch.Tensor) -> None:
-        start = 0
-        for job in jobs:
-            self.logits[job] = logits[start : start + job.num_rows].clone()
-            start += job.num_rows
-            job.result = True
-
-    def verify_all(self, jobs: list[VerifyJob]) -> None:
-        """Run them together and compare every row with a pass from scratch."""
-
-        async def together() -> None:
-            await asyncio.gather(*(self.engine.run(job) for job in jobs))
-
-        self.thread.run(together())
-        for job in jobs:
-            tokens = job.sequence.tokens
-            with torch.inference_mode():
-                whole = self.reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-            rows = self.logits.pop(job)
-            torch.testing.assert_close(rows, whole[-job.num_rows :].float(), atol=1e-5, rtol=1e-5)
-
-    def verify(
-        self, sequence: TokenSequence, base_len: int, tokens: list[int], draft: list[int]
-    ) -> VerifyJob:
-        job = VerifyJob(sequence, base_len, tokens, draft_token_ids=draft)
-        self.verify_all([job])
-        return job
-
-    def settle(self) -> None:
-        """Wait until the engine has seen every close, then check the books."""
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.engine._inbox.put(lambda: done.put(None))
-        done.get(timeout=10)
-        self.runner.pool.check_integrity()
-
-    def close(self) -> None:
-        self.engine.close()
-        self.thread.close()
+    return LogitsEngine(
+        ModelRunner(tiny_models.build("llama"), num_pages=num_pages, page_size=PAGE_SIZE),
+        from_scratch,
+        max_num_tokens=max_num_tokens,
+        max_prefill_tokens=max_num_tokens,
+        prefix_sharing=prefix_sharing,
+    )
 
 
 @pytest.fixture
 def engine() -> Iterator[LogitsEngine]:
-    made = LogitsEngine(64)
+    made = engine_of(64)
     yield made
     made.close()
-
-
-class Stream:
-    """What a coordinator knows of one sequence."""
-
-    def __init__(self, sequence: TokenSequence, prompt: list[int]) -> None:
-        self.sequence, self.committed, self.held = sequence, prompt, 0
-
-    def job(self, rng: np.random.Generator, phrases: list[list[int]]) -> VerifyJob:
-        """Draft tokens from a few phrases, so that sequences that parted may meet again."""
-        draft = phrases[rng.integers(len(phrases))][: rng.integers(0, 8)]
-        if rng.random() < 0.3:  # roll back, deep into pages that others may share
-            self.held = int(rng.integers(0, self.held + 1))
-            keep = max(self.held, 5)
-            self.committed = [*self.committed[:keep], *phrases[rng.integers(len(phrases))][:2]]
-        return VerifyJob(self.sequence, self.held, self.committed[self.held :], draft_token_ids=draft)
-
-    def commit(self, rng: np.random.Generator, job: VerifyJob) -> None:
-        num_accepted = int(rng.integers(0, len(job.draft_token_ids) + 1))
-        self.held = len(self.committed) + num_accepted
-        self.committed = [*self.committed, *job.draft_token_ids[:num_accepted], int(rng.integers(3, 6))]
 
 
 @pytest.mark.parametrize("num_pages", [120, 26], ids=["enough memory", "evictions and preemptions"])
@@ -119,10 +54,17 @@ def test_logits_after_any_shared_history_equal_those_from_scratch(num_pages: int
     rng = np.random.default_rng(num_pages)
     phrases = [rng.integers(3, 97, 8).tolist() for _ in range(3)]
     prompts = [PROMPT[:17], PROMPT[:24], [*PROMPT[:12], 90, 91, 92]]
-    made = LogitsEngine(num_pages, max_num_tokens=80)
+    made = engine_of(num_pages, max_num_tokens=80)
 
     def opened() -> Stream:
-        return Stream(made.engine.open(SEED, 5), list(prompts[rng.integers(len(prompts))]))
+        return Stream(made.engine, prompts[rng.integers(len(prompts))])
+
+    def job(stream: Stream) -> VerifyJob:
+        """Draft tokens from a few phrases, so that sequences that parted may meet again."""
+        if rng.random() < 0.3:
+            stream.roll_back(rng)
+            stream.committed += phrases[rng.integers(len(phrases))][:2]
+        return stream.job(phrases[rng.integers(len(phrases))][: rng.integers(0, 8)])
 
     streams = [opened() for _ in range(4)]
     for _ in range(150):
@@ -131,10 +73,10 @@ def test_logits_after_any_shared_history_equal_those_from_scratch(num_pages: int
             if rng.random() < 0.15 or len(streams[i].committed) > 60:
                 made.engine.close_sequence(streams[i].sequence)
                 streams[i] = opened()
-        jobs = [streams[i].job(rng, phrases) for i in chosen]
+        jobs = [job(streams[i]) for i in chosen]
         made.verify_all(jobs)
-        for i, job in zip(chosen, jobs, strict=True):
-            streams[i].commit(rng, job)
+        for i, done in zip(chosen, jobs, strict=True):
+            streams[i].commit(rng, done)
         made.settle()
     status = made.engine.status()
     assert status.num_hit_tokens > 300
@@ -189,7 +131,7 @@ def test_rejected_draft_tokens_are_known_until_they_are_overwritten(engine: Logi
 
 
 def test_a_preempted_sequence_finds_what_was_not_needed() -> None:
-    made = LogitsEngine(20)
+    made = engine_of(20)
     old, young = made.engine.open(SEED, 5), made.engine.open(SEED, 5)
     made.verify(young, 0, PROMPT[:40], [])
     made.verify(old, 0, PROMPT[::-1][:44], [])  # eleven pages: one more than are free
@@ -201,7 +143,7 @@ def test_a_preempted_sequence_finds_what_was_not_needed() -> None:
 
 
 def test_switched_off_everything_is_computed() -> None:
-    made = LogitsEngine(64, prefix_sharing=False)
+    made = engine_of(64, prefix_sharing=False)
     for _ in range(3):
         sequence = made.engine.open(SEED, 50)
         assert made.verify(sequence, 0, PROMPT, []).num_cached_tokens == 0

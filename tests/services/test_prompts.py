@@ -24,6 +24,7 @@ from specwire.security.bearer import make_token
 from specwire.tokenizer import Tokenizer
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
+from tests.support.processes import wait_until
 
 FEW = SamplingParams(max_tokens=2)
 LONG = "long " * 8_000
@@ -50,10 +51,7 @@ class Encoding:
         return self._encode(tokenizer, text, **options)
 
     def await_begin(self, num_texts: int) -> None:
-        ends_s = time.monotonic() + 20
-        while len(self.begun) < num_texts:
-            assert time.monotonic() < ends_s
-            time.sleep(0.005)
+        wait_until(lambda: len(self.begun) >= num_texts, 20)
 
     def end(self) -> None:
         self._may_end.set()
@@ -124,10 +122,7 @@ def test_what_is_cancelled_before_its_turn_is_not_encoded(
 
 def running(client: Client, number: int) -> None:
     """Wait until so many have a place."""
-    ends_s = time.monotonic() + 20
-    while client.get_status().num_running != number:
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
+    wait_until(lambda: client.get_status().num_running == number, 20)
 
 
 @pytest.mark.serial

@@ -193,9 +193,16 @@ LIMITS: dict[str, tuple[Any, str]] = {
 
 #: Of each number: a request that is out of its range, and the name in the refusal.
 RANGES: dict[str, tuple[Any, str]] = {
+    "GenerateRequest.prompt (unset)": (generation_pb2.GenerateRequest(), "prompt"),
     "GenerateRequest.num_draft_tokens": (generation(num_draft_tokens=65), "num_draft_tokens"),
     "GenerateRequest.credit_tokens": (generation(credit_tokens=2**30), "credit_tokens"),
+    "TokenIds.ids (empty)": (generation(token_ids={}), "prompt"),
+    "TokenIds.ids (negative)": (generation(token_ids={"ids": [-5]}), "prompt_token_ids[0]"),
+    "Messages.messages (empty)": (conversation(), "messages"),
+    "StopConditions.stop (empty)": (stopped(stop=[""]), "stop"),
+    "StopConditions.stop_token_ids (negative)": (stopped(stop_token_ids=[-1]), "stop_token_ids"),
     "StopConditions.max_tokens": (stopped(max_tokens=2**31 - 1), "max_tokens"),
+    "StopConditions.max_tokens (negative)": (stopped(max_tokens=-1), "max_tokens"),
     "SamplingParams.temperature": (sampled(temperature=float("inf")), "temperature"),
     "SamplingParams.top_k": (sampled(top_k=-1), "top_k"),
     "SamplingParams.top_p": (sampled(top_p=2.0), "top_p"),
@@ -203,6 +210,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "SamplingParams.repetition_penalty": (sampled(repetition_penalty=0.0), "repetition_penalty"),
     "SamplingParams.presence_penalty": (sampled(presence_penalty=3.0), "presence_penalty"),
     "SamplingParams.frequency_penalty": (sampled(frequency_penalty=-3.0), "frequency_penalty"),
+    "SamplingParams.logit_bias (negative)": (sampled(logit_bias={-1: 1.0}), "logit_bias[-1]"),
     "SamplingParams.seed": (sampled(seed=-1), "seed"),
     "SamplingParams.rule": (sampled(rule=77), "rule"),
     "SamplingParams.logprobs": (sampled(logprobs=21), "logprobs"),
@@ -231,11 +239,17 @@ RANGES: dict[str, tuple[Any, str]] = {
     "DraftRequest.base_lens": (drafting(base_len=-1), "base_len"),
     "DraftRequest.num_tokens": (with_columns(drafting(), num_tokens=[-1]), "num_tokens"),
     "DraftRequest.num_draft_tokens": (drafting(num_draft_tokens=65), "num_draft_tokens"),
+    "DraftRequest.num_draft_tokens (negative)": (drafting(num_draft_tokens=-1), "num_draft_tokens"),
     "DraftRequest.num_arrived_bytes": (with_columns(drafting(), num_arrived_bytes=1), "num_arrived_bytes"),
     "DraftRequest.max_depths": (drafting(max_depth=65), "max_depth"),
     "DraftRequest.num_chains": (drafting(num_draft_tokens=4, num_chains=17), "num_chains"),
     "Preparations.num_outcomes": (drafting(prepare=Preparation(65, 1)), "prepare.num_outcomes"),
+    "Preparations.num_outcomes (none)": (drafting(prepare=Preparation(0, 1)), "prepare.num_outcomes"),
     "Preparations.num_draft_tokens": (drafting(prepare=Preparation(1, 65)), "prepare.num_draft_tokens"),
+    "Preparations.num_draft_tokens (none)": (
+        drafting(prepare=Preparation(1, 0)),
+        "prepare.num_draft_tokens",
+    ),
     "Preparations.max_depths": (drafting(prepare=Preparation(1, 1, 65)), "prepare.max_depth"),
     "VerifyRequest.sequence_ids": (verifying(sequence_id=2**40), "sequence_ids"),
     "VerifyRequest.base_lens": (verifying(base_len=-1), "base_len"),
@@ -279,6 +293,9 @@ FREE = {
     "GenerateRequest.generated_token_ids",
     "GenerateRequest.report_progress",
 }
+
+PROMPT_FIELD = "GenerateRequest.prompt"
+"""One of several fields of the message."""
 
 REQUESTS: Sequence[Any] = (generation_pb2.GenerateRequest, draft_pb2.DraftRequest, verify_pb2.VerifyRequest)
 
@@ -341,7 +358,7 @@ def fields_of(message: Descriptor) -> Iterator[str]:
 
 def test_no_field_is_forgotten() -> None:
     names = {name for request in REQUESTS for name in fields_of(request.DESCRIPTOR)}
-    assert names - FREE == {name.removesuffix(" (each)") for name in (*LIMITS, *RANGES)}
+    assert names - FREE == {name.partition(" (")[0] for name in (*LIMITS, *RANGES)} - {PROMPT_FIELD}
 
 
 def test_metadata_is_limited(stack: LocalStack) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
+from specwire.engine.model.block import BlockRunner
 from tests.support.markov_distribution import PROMPT
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.tiny_models import VOCAB_SIZE, WINDOW, save
@@ -68,6 +69,15 @@ def save_markov_pair(directory: Path, *, is_hostile: bool = False) -> tuple[Path
         layer.mlp.down_proj.weight.zero_()
         drafter.norm.weight.copy_(-shown if is_hostile else shown)
     return save(target, directory / "target"), save(drafter, directory / "drafter")
+
+
+def drafted(runner: BlockRunner, cache: Any, token_id: int, num: int) -> list[int]:
+    """Greedy drafts after a token that follows the cache, which keeps its length."""
+    length = cache.length
+    states = runner.draft([cache], [token_id])
+    cache.truncate(length)
+    found: list[int] = runner.logits(states[0, 1:]).argmax(dim=-1).tolist()
+    return found[:num]
 
 
 def _unreached(logits: Tensor) -> int:

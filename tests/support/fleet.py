@@ -10,10 +10,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
-
 from specwire.cli.process import Service, wait_ready
-from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
+from tests.support.harness import handshake
 
 START_S = 240.0
 GRACE_S = 30
@@ -102,14 +100,10 @@ class Fleet:
     def num_held(self) -> int:
         """Sequences and pages of all model services."""
         found = 0
-        for role, stub, request in (
-            ("verify", verify_pb2_grpc.VerifyServiceStub, verify_pb2.VerifyServiceGetModelInfoRequest()),
-            ("draft", draft_pb2_grpc.DraftServiceStub, draft_pb2.DraftServiceGetModelInfoRequest()),
-        ):
+        for role in ("verify", "draft"):
             for service in self.group(role):
-                with grpc.insecure_channel(service.address) as channel:
-                    status = stub(channel).GetModelInfo(request, timeout=10).status
-                    found += status.num_sequences + status.num_held_pages
+                status = handshake(role, service.address).status
+                found += status.num_sequences + status.num_held_pages
         return found
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ import grpc
 import coordinator.service
 import draft_service.service
 import verify_service.service
+from coordinator.servicer import GenerationServicer
 from specwire import Client
 from specwire.cli.supervisor import Stack
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
@@ -103,6 +104,16 @@ class StackProxy:
         self._thread.call(method, self._proxy, *args)
 
 
+def handshake(role: str, address: str) -> Any:
+    """What the "draft" or "verify" service there says of its model and of its engine."""
+    with grpc.insecure_channel(address) as channel:
+        if role == "draft":
+            draft = draft_pb2_grpc.DraftServiceStub(channel)
+            return draft.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=10)
+        verify = verify_pb2_grpc.VerifyServiceStub(channel)
+        return verify.GetModelInfo(verify_pb2.VerifyServiceGetModelInfoRequest(), timeout=10)
+
+
 class LocalStack:
     """Addresses and a client of a running stack; `status` reads a model service's engine.
 
@@ -120,13 +131,7 @@ class LocalStack:
 
     def status(self, role: str) -> common_pb2.EngineStatus:
         """Engine counts of "draft" or "verify"."""
-        if role == "draft":
-            with grpc.insecure_channel(self.draft_address) as channel:
-                draft = draft_pb2_grpc.DraftServiceStub(channel)
-                return draft.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=5).status
-        with grpc.insecure_channel(self.verify_address) as channel:
-            verify = verify_pb2_grpc.VerifyServiceStub(channel)
-            return verify.GetModelInfo(verify_pb2.VerifyServiceGetModelInfoRequest(), timeout=5).status
+        return handshake(role, self.draft_address if role == "draft" else self.verify_address).status
 
     def assert_idle_within(self, seconds: float) -> None:
         """No sequence and no page is held on either model service, at the latest after this time."""
@@ -186,6 +191,20 @@ def _proxy(stack: contextlib.ExitStack, thread: LoopThread, to: str, link: Link 
         return None
     proxy = DelayProxy(to, link)
     return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
+
+
+@contextlib.contextmanager
+def started_coordinators() -> Iterator[list[GenerationServicer]]:
+    """The coordinators that start in this process meanwhile: to look behind the wire."""
+    found: list[GenerationServicer] = []
+    init = GenerationServicer.__init__
+
+    def noted(self: GenerationServicer, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        found.append(self)
+
+    with mock.patch.object(GenerationServicer, "__init__", noted):
+        yield found
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from specwire import Completion, SamplingParams
 from tests.support.pairs import MARKOV_VOCAB_SIZE
 
 PROMPT = [3]
+FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
+"""Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
 _LEAST_EXPECTED = 5.0
 Allowed = Callable[[Sequence[int]], npt.NDArray[np.bool_]]
 

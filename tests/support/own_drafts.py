@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,30 +13,27 @@ import torch
 
 import coordinator.generation
 import verify_service.own
-from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire import Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
 from tests.support.harness import LocalStack
-from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE
+from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
+from tests.support.together import generated, sampled
 
 NUM_STREAMS, NUM_TOKENS = 64, 50
 TEXT_PROMPT = [5, 9, 11, 2, 7, 4]
-FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
-"""Biases that leave three tokens, so that three successive ones are tested for their joint distribution."""
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def kinds(max_tokens: int, *, slow: bool) -> list[Any]:
-    """Requests whose text is fixed, for `parametrize`; with `slow` all but the last one are slow."""
+def kinds(max_tokens: int) -> list[Any]:
+    """Requests whose text is fixed, for `parametrize`; all but the last one are slow."""
     given = SamplingParams(max_tokens=max_tokens, seed=7, rule=Rule.GUMBEL, ignore_eos=True)
     warm = replace(given, temperature=0.4)
     every = replace(warm, logprobs=2, presence_penalty=1.0, logit_bias={5: 1.0}, top_p=0.9)
-    first = SLOW if slow else pytest.param
     return [
-        first(replace(given, temperature=0), id="greedy"),
-        first(warm, id="gumbel"),
+        SLOW(replace(given, temperature=0), id="greedy"),
+        SLOW(warm, id="gumbel"),
         pytest.param(every, id="every parameter"),
     ]
 
@@ -69,24 +65,6 @@ def check_text(
     return found
 
 
-def generated(
-    address: str, requests: Sequence[SamplingParams], prompt: Sequence[int] = PROMPT
-) -> list[Completion]:
-    """All at a time."""
-
-    async def generate() -> list[Completion]:
-        async with AsyncClient(address) as client:
-            each = (client.generate(params=params, prompt_token_ids=prompt) for params in requests)
-            return await asyncio.gather(*each)
-
-    return asyncio.run(generate())
-
-
-def sample(address: str, params: SamplingParams, num: int = NUM_STREAMS) -> list[Completion]:
-    """With as many seeds."""
-    return generated(address, [replace(params, seed=seed) for seed in range(num)])
-
-
 def check_distribution(address: str, logits: torch.Tensor, rule: Rule) -> None:
     """Pairs of tokens have the target's distribution, and triples where few tokens are left.
 
@@ -94,18 +72,18 @@ def check_distribution(address: str, logits: torch.Tensor, rule: Rule) -> None:
         logits: [vocab_size, vocab_size] after each token.
     """
     params = SamplingParams(max_tokens=NUM_TOKENS, rule=rule)
-    completions = sample(address, params)
+    completions = sampled(address, params, range(NUM_STREAMS), PROMPT)
     assert sum(done.speculation.num_draft_tokens for done in completions) > NUM_STREAMS * NUM_TOKENS / 4
     assert fit_p_value(completions, logits, params) > FALSE_ALARM_RATE
     few = replace(params, logit_bias=FEW)
-    joint = sample(address, few, NUM_STREAMS // 2)
+    joint = sampled(address, few, range(NUM_STREAMS // 2), PROMPT)
     assert fit_p_value(joint, logits, few, num_before=2) > FALSE_ALARM_RATE
 
 
 def num_passes(address: str, num_draft_tokens: int) -> int:
     """For 60 tokens of greedy decoding."""
-    params = SamplingParams(max_tokens=60, temperature=0, num_draft_tokens=num_draft_tokens)
-    return sample(address, params, 1)[0].speculation.num_rounds
+    params = SamplingParams(max_tokens=60, seed=0, temperature=0, num_draft_tokens=num_draft_tokens)
+    return generated(address, [params], PROMPT)[0].speculation.num_rounds
 
 
 def typical(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: int) -> Outcome:
@@ -118,9 +96,9 @@ def typical(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: 
 def check_control(stack: LocalStack, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same services fit the distribution with the right rule, and do not with one that is not exact."""
     params = SamplingParams(max_tokens=NUM_TOKENS, rule=Rule.REJECTION)
-    right = sample(stack.address, params)
+    right = sampled(stack.address, params, range(NUM_STREAMS), PROMPT)
     for module in (coordinator.generation, verify_service.own):
         monkeypatch.setattr(module, "acceptance", SimpleNamespace(accept=typical))
-    wrong = sample(stack.address, params)
+    wrong = sampled(stack.address, params, range(NUM_STREAMS), PROMPT)
     assert fit_p_value(right, logits, params) > FALSE_ALARM_RATE
     assert fit_p_value(wrong, logits, params) < CLEARLY_WRONG

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support import tiny_models
+from tests.support.vocabularies import byte_level_backend
 
 CONTEXT_LEN = 4096
 VOCAB_SIZE = 336
@@ -32,16 +31,8 @@ CHAT_TEMPLATE = (
 
 def build_tokenizer(lines: Iterable[str] = LINES, vocab_size: int = 330) -> PreTrainedTokenizerFast:
     """Byte-level BPE; a character outside ASCII is often several tokens."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<pad>", "<s>", "</s>"],  # 0, 1, 2: as the tiny models have them
-        show_progress=False,
-    )
-    backend.train_from_iterator([line for line in lines for _ in range(3)], trainer)
+    special = ["<pad>", "<s>", "</s>"]  # 0, 1, 2: as the tiny models have them
+    backend = byte_level_backend(lines, vocab_size, special)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",

@@ -20,14 +20,8 @@ TEXTS = [
 OTHER_TEXTS = ["for word in words:\n    print(word, 17, other_word)\n", "Hello brown world, 你们好 👋\n"]
 
 
-def byte_level(
-    texts: Iterable[str] = TEXTS,
-    vocab_size: int = 330,
-    special: Sequence[str] = ("<s>", "</s>"),
-    *,
-    bos: bool = False,
-) -> Tokenizer:
-    """As GPT-2's; the second special token ends a text, and the first begins each one if `bos`."""
+def byte_level_backend(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> Backend:
+    """Byte-level BPE; a character outside ASCII is often several tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -38,7 +32,18 @@ def byte_level(
         show_progress=False,
     )
     backend.train_from_iterator([text for text in texts for _ in range(3)], trainer)
-    return _wrapped(backend, special, bos=bos)
+    return backend
+
+
+def byte_level(
+    texts: Iterable[str] = TEXTS,
+    vocab_size: int = 330,
+    special: Sequence[str] = ("<s>", "</s>"),
+    *,
+    bos: bool = False,
+) -> Tokenizer:
+    """As GPT-2's; the second special token ends a text, and the first begins each one if `bos`."""
+    return _wrapped(byte_level_backend(texts, vocab_size, special), special, bos=bos)
 
 
 def pieces(texts: Iterable[str] = TEXTS, vocab_size: int = 420) -> Tokenizer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,17 +17,15 @@ from specwire.config.services import VerifyConfig
 from specwire.engine import models
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import LogitsDecider
-from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.loop import Engine
+from specwire.engine.jobs import TokenSequence
 from specwire.engine.model import encoder_decoder
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
-from specwire.engine.thread import ComputeThread
+from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from specwire.tree import TokenTree, path_to
 from tests.support import encoder_decoders
 from tests.support.encoder_decoders import FAMILIES, LENGTH, MAX_DISTANCE, START, own_logits
-from tests.support.harness import LoopThread
+from tests.support.logits_engine import LogitsEngine, Stream
 from verify_service.verifier import VerifyJob
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +60,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def assert_idle(runner: EncoderDecoderRunner) -> None:
+def assert_idle(runner: ModelRunner) -> None:
     runner.pool.check_integrity()
     assert runner.pool.num_held_pages == 0
 
@@ -174,8 +170,6 @@ def test_the_self_check_notices_a_model_that_is_computed_otherwise(
     ("flag", "options"),
     [
         ("--batch-invariant", {"batch_invariant": True}),
-        ("--heads", {"heads": "somewhere"}),
-        ("--layers", {"layers": "a0"}),
         ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
     ],
 )
@@ -189,78 +183,17 @@ def test_what_does_not_combine_is_refused_by_name(flag: str, options: dict[str, 
 # --- the engine ---------------------------------------------------------------------------------------
 
 
-class LogitsEngine:
-    """The real engine, and a reference to compare each job's logits with."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.own = encoder_decoders.build("t5_gated")
-        model = encoder_decoders.build("t5_gated")
-        self.runner = EncoderDecoderRunner(model, num_pages=num_pages, page_size=PAGE_SIZE)
-        self.logits: dict[Job, Tensor] = {}
-        self.engine = Engine(
-            self.runner,
-            LogitsDecider(self._consume),
-            max_num_tokens=40,
-            max_prefill_tokens=10,  # less than an input
-            context_len=num_pages * PAGE_SIZE,
-            thread=ComputeThread("test"),
-        )
-        self.thread = LoopThread()
-
-    def _consume(self, jobs: list[Job], logits: Tensor) -> None:
-        parts = logits.clone().split([job.num_rows for job in jobs])
-        for job, rows in zip(jobs, parts, strict=True):
-            self.logits[job], job.result = rows, True
-
-    def verify_all(self, jobs: list[VerifyJob]) -> None:
-        """Run them together and compare every row with transformers' own."""
-
-        async def together() -> None:
-            await asyncio.gather(*(self.engine.run(job) for job in jobs))
-
-        self.thread.run(together())
-        for job in jobs:
-            tokens, num_read = job.sequence.tokens, job.sequence.cache.encoder_len
-            expected = own_logits(self.own, tokens[:num_read], tokens[num_read:])
-            assert_close(self.logits.pop(job), expected[-job.num_rows :])
-
-    def settle(self) -> None:
-        """Wait until the engine has seen every close."""
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.engine._inbox.put(lambda: done.put(None))
-        done.get(timeout=10)
-
-    def close(self) -> None:
-        self.engine.close()
-        self.thread.close()
-
-
-class Stream:
-    """What a coordinator knows of one sequence."""
-
-    def __init__(self, engine: Engine, encoder_input: list[int]) -> None:
-        self.num_read = len(encoder_input)
-        self.sequence: TokenSequence = engine.open(SamplingParams(seed=0), self.num_read + 1, self.num_read)
-        self.committed, self.held = [*encoder_input, START], 0
-
-    def job(self, rng: np.random.Generator) -> VerifyJob:
-        draft = [int(each) for each in rng.integers(3, 6, rng.integers(0, 8))]
-        if rng.random() < 0.3:  # roll back, into the input too
-            self.held = int(rng.integers(0, self.held + 1))
-            self.committed = self.committed[: max(self.held, self.num_read + 1)]
-        if self.held < self.num_read and rng.random() < 0.5:  # and go on with another one of the same length
-            self.committed[self.num_read - 1] = int(rng.integers(3, 97))
-        return VerifyJob(self.sequence, self.held, self.committed[self.held :], draft_token_ids=draft)
-
-    def commit(self, rng: np.random.Generator, job: VerifyJob) -> None:
-        num_accepted = int(rng.integers(0, len(job.draft_token_ids) + 1))
-        self.held = len(self.committed) + num_accepted
-        self.committed = [*self.committed, *job.draft_token_ids[:num_accepted], int(rng.integers(3, 6))]
-
-
 @pytest.fixture(params=[160, 24], ids=["enough memory", "evictions and preemptions"])
 def engine(request: Any) -> Iterator[LogitsEngine]:
-    made = LogitsEngine(request.param)
+    own = encoder_decoders.build("t5_gated")
+
+    def from_scratch(sequence: TokenSequence) -> Tensor:
+        tokens, num_read = sequence.tokens, sequence.cache.encoder_len
+        return own_logits(own, tokens[:num_read], tokens[num_read:])
+
+    model = encoder_decoders.build("t5_gated")
+    runner = EncoderDecoderRunner(model, num_pages=request.param, page_size=PAGE_SIZE)
+    made = LogitsEngine(runner, from_scratch, max_num_tokens=40, max_prefill_tokens=10)  # less than an input
     yield made
     made.close()
 
@@ -270,17 +203,30 @@ def test_logits_after_any_history_equal_those_from_scratch(engine: LogitsEngine)
     rng, num_pages = np.random.default_rng(5), engine.runner.pool.num_pages
     first = tokens_of(16, 1)
     inputs = [first, [*first[:-1], 90], [91, *first[1:]], tokens_of(21, 2)]
-    streams = [Stream(engine.engine, each) for each in inputs]
+
+    def opened(encoder_input: list[int]) -> Stream:
+        return Stream(engine.engine, [*encoder_input, START], len(encoder_input))
+
+    def job(stream: Stream) -> VerifyJob:
+        """Rolled back into the input it may go on with another one of the same length."""
+        if rng.random() < 0.3:
+            stream.roll_back(rng)
+        num_read = stream.sequence.cache.encoder_len
+        if stream.held < num_read and rng.random() < 0.5:
+            stream.committed[num_read - 1] = int(rng.integers(3, 97))
+        return stream.job([int(each) for each in rng.integers(3, 6, rng.integers(0, 8))])
+
+    streams = [opened(each) for each in inputs]
     for _ in range(60):
         chosen = sorted(rng.choice(len(streams), 2, replace=False).tolist())
         for i in chosen:
             if rng.random() < 0.2 or len(streams[i].committed) > 70:
                 engine.engine.close_sequence(streams[i].sequence)
-                streams[i] = Stream(engine.engine, inputs[rng.integers(len(inputs))])
-        jobs = [streams[i].job(rng) for i in chosen]
+                streams[i] = opened(inputs[rng.integers(len(inputs))])
+        jobs = [job(streams[i]) for i in chosen]
         engine.verify_all(jobs)
-        for i, job in zip(chosen, jobs, strict=True):
-            streams[i].commit(rng, job)
+        for i, done in zip(chosen, jobs, strict=True):
+            streams[i].commit(rng, done)
     status = engine.engine.status()
     assert status.num_hit_tokens > 50
     assert (status.num_preemptions > 0) == (num_pages == 24)

@@ -1,4 +1,7 @@
-"""Layers for multi-token prediction on the paged engine: what they draft, wherever their keys come from."""
+"""Layers for multi-token prediction on the paged engine: trees, limits and refusals.
+
+`test_paged_drafters` has what they draft.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
-from transformers.generation import candidate_generator
 
 from specwire.engine.batch import Batch, Feed, Segments
 from specwire.engine.model import mtp
@@ -17,7 +17,7 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.mtp import MtpRunner
 from specwire.errors import ModelLoadError, ResourceExhaustedError
 from specwire.tree import TokenTree
-from tests.support.mtp import save_mtp_target
+from tests.support.mtp import drafted, save_mtp_target
 from tests.support.tiny_models import MTP_FAMILIES, build, save
 
 PROMPT = [5, 9, 11, 2, 7, 4, 30, 21]
@@ -32,68 +32,6 @@ def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner(directory: Path) -> MtpRunner:
     model = load_model(directory, dtype="float32")
     return MtpRunner(model, mtp.load(model), num_pages=64, page_size=4)
-
-
-def drafted(runner: MtpRunner, cache: Any, token_id: int, num: int) -> list[int]:
-    """Greedy drafts after a token that follows the cache, which keeps its length."""
-    length, states, found = cache.length, None, [token_id]
-    for depth in range(num):
-        states = runner.advance([Feed(cache, [found[-1]])], depth, states)
-        found.append(int(runner.logits(states)[0].argmax()))
-    cache.truncate(length)
-    return found[1:]
-
-
-def test_they_draft_what_transformers_does(
-    directory: Path, runner: MtpRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All proposals of a whole `generate(use_mtp=True)`, with its own cache and its own rollbacks."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    mtp._name_layers(model, model.config.num_hidden_layers, model.config.num_mtp_layers)
-    asked: list[tuple[list[int], list[int]]] = []
-    propose = candidate_generator.MTPCandidateGenerator.get_candidates
-
-    def noted(self: Any, input_ids: torch.Tensor, *args: Any, **keywords: Any) -> Any:
-        found = propose(self, input_ids, *args, **keywords)
-        before = input_ids[0].tolist()
-        asked.append((before, found[0][0, len(before) :].tolist()))
-        return found
-
-    monkeypatch.setattr(candidate_generator.MTPCandidateGenerator, "get_candidates", noted)
-    prompt = torch.tensor([PROMPT])
-    model.generate(
-        prompt, use_mtp=True, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0
-    )
-    proposals = [(before, token_ids) for before, token_ids in asked if token_ids]
-    assert len(proposals) > 5
-    with runner.new_sequence() as cache:
-        for before, token_ids in proposals:
-            cache.truncate(min(cache.length, len(PROMPT)))
-            runner.forward([Feed(cache, before[cache.length : -1])])
-            assert drafted(runner, cache, before[-1], len(token_ids)) == token_ids
-
-
-def test_wherever_their_keys_come_from(runner: MtpRunner) -> None:
-    """In one pass, in chunks beside another sequence, from known pages, in a fork, after rejected tokens."""
-    tokens = (PROMPT * 3)[:21]
-    with runner.new_sequence() as whole:
-        runner.forward([Feed(whole, tokens)])
-        expected = drafted(runner, whole, 3, 4)
-        whole.remember(tokens)
-        with runner.new_sequence() as reusing:
-            num_known = reusing.reuse_prefix(tokens, len(tokens) - 1)
-            assert num_known >= 16
-            runner.forward([Feed(reusing, tokens[num_known:])])
-            assert drafted(runner, reusing, 3, 4) == expected
-        with whole.fork() as fork:
-            assert drafted(runner, fork, 3, 4) == expected
-    with runner.new_sequence() as pieces, runner.new_sequence() as other:
-        runner.forward([Feed(other, [1, 2, 3]), Feed(pieces, tokens[:1])])
-        runner.forward([Feed(pieces, [*tokens[1:12], 8, 8, 8])])
-        pieces.truncate(12)
-        runner.forward([Feed(pieces, tokens[12:]), Feed(other, [4])])
-        assert drafted(runner, pieces, 3, 4) == expected
-    runner.pool.check_integrity()
 
 
 def test_after_a_path_of_a_tree(runner: MtpRunner) -> None:

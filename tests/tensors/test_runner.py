@@ -74,16 +74,6 @@ def _assert_idle(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_whole_prompt_at_once(family: str) -> None:
-    runner, tokens = _runner(family), _tokens(NUM_TOKENS)
-    with runner.new_sequence() as cache:
-        logits = runner.forward([Feed(cache, tokens, NUM_TOKENS)])
-    _assert_close(logits, _reference(family, tokens))
-    assert logits.shape == (NUM_TOKENS, runner.vocab_size)
-    _assert_idle(runner)
-
-
-@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_random_chunks(family: str) -> None:
     runner, tokens, rng = _runner(family), _tokens(NUM_TOKENS), random.Random(1)
     rows = []
@@ -115,21 +105,6 @@ def test_prefill_decode_and_verify_in_one_row(family: str) -> None:
     _assert_close(logits, torch.cat(expected))
     for cache in caches:
         cache.release()
-    _assert_idle(runner)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_company_does_not_matter(family: str) -> None:
-    runner, tokens = _runner(family), _tokens(30)
-    with runner.new_sequence() as alone, runner.new_sequence() as among:
-        runner.forward([Feed(alone, tokens[:20], 0), Feed(among, tokens[:20], 0)])
-        expected = runner.forward([Feed(alone, tokens[20:], 10)])
-        others = [runner.new_sequence() for _ in range(6)]
-        feeds = [Feed(other, _tokens(3 + i, i), 1) for i, other in enumerate(others)]
-        logits = runner.forward([*feeds[:3], Feed(among, tokens[20:], 10), *feeds[3:]])
-        _assert_close(logits[3:13], expected)
-        for other in others:
-            other.release()
     _assert_idle(runner)
 
 

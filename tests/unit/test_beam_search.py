@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.beams.followers import together
 from coordinator.beams.trees import BeamTree, common_ancestor, drafts_of, packed
 from specwire.core import Logprobs, Proposal
+from specwire.errors import ServiceUnavailableError
 from specwire.rule.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping, Scored
 
 VOCAB = 3
@@ -156,3 +159,28 @@ def test_the_common_ancestor_is_the_longest_text_that_both_begin_with() -> None:
     assert common_ancestor(left, right) is stem
     assert common_ancestor(stem, left) is stem
     assert common_ancestor(right, right) is right
+
+
+def test_a_failure_ends_all_calls_of_a_round() -> None:
+    """None waits for ever."""
+    cancelled = []
+
+    async def waiting() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+
+    async def failing() -> None:
+        await asyncio.sleep(0)
+        raise ServiceUnavailableError("gone")
+
+    async def both() -> None:
+        try:
+            await together([waiting(), failing()])
+        finally:
+            await asyncio.sleep(0)
+
+    with pytest.raises(ServiceUnavailableError):
+        asyncio.run(both())
+    assert cancelled == [True]

@@ -34,3 +34,8 @@ def test_the_client_loads_nothing_heavy() -> None:
     _, modules = imported()
     assert "specwire.client.client" in modules
     assert not modules & {"torch", "transformers", "tokenizers", "numpy", "pydantic", "opentelemetry", "ray"}
+
+
+def test_the_nouns_alone_do_not_load_grpc() -> None:
+    code = "import sys, specwire; specwire.SamplingParams(); sys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

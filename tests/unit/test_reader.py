@@ -108,15 +108,6 @@ async def test_what_the_next_round_asks_for_leaves_before_a_message_is_made() ->
     assert events == ["request of one", "request of other", "message of one", "message of other"]
 
 
-async def test_a_pause_ends_with_an_acknowledgement() -> None:
-    client = reader(Wire(), window=64)
-    await client.ready()
-    client.credit.spend(num_emitted=60, num_sent=60)
-    assert await is_held(client)
-    client.acknowledge(1)
-    await client.ready()
-
-
 async def test_an_error_ends_a_pause_and_every_later_round() -> None:
     client = reader(Wire(), window=64)
     client.credit.spend(num_emitted=60, num_sent=60)

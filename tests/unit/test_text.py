@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.text import IncrementalDetokenizer, StopMatcher, TextAssembler
 from specwire.tokenizer import Tokenizer
+from tests.support import vocabularies
 
 LINES = [
     "The quick brown fox jumps over the lazy dog. Hello, hello world!\n",
@@ -25,17 +26,7 @@ REPLACEMENT = "\ufffd"
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
     """Byte-level BPE: a character outside ASCII is often several tokens, and tokens may hold parts of two."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator(LINES * 3, trainer)
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+    return vocabularies.byte_level(LINES)
 
 
 def build_metaspace(decoder: str) -> Tokenizer:

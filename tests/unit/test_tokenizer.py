@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -17,6 +17,7 @@ from specwire.config.stack import UpConfig
 from specwire.embedded import TARGET_DIR
 from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError, UnsupportedError
 from specwire.tokenizer import Tokenizer, load, read_chat_template
+from tests.support.vocabularies import byte_level_backend
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -42,16 +43,7 @@ def answer():
 
 
 def make(added: tuple[str, ...] = (), template: str | None = None) -> PreTrainedTokenizerFast:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator(["hello world, hello there !"], trainer)
+    backend = byte_level_backend(["hello world, hello there !"], 280, ["<s>", "</s>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.add_tokens([AddedToken(word) for word in added])
     tokenizer.chat_template = template

@@ -1,0 +1,266 @@
+"""Drafts of the target's own process: the text of plain decoding, and the distribution under every rule.
+
+Over real services. Heads, layers left out, layers for multi-token prediction, a block drafter, and a draft
+model beside the target, whose own distributions travel with its proposals. Each in a variant that guesses
+well, and in one that guesses badly: hostile ones like best what the target likes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+import verify_service.layers
+from coordinator.servicer import GenerationServicer
+from specwire import Rule, SamplingParams
+from tests.support import tiny_models
+from tests.support.blocks import save_block_drafter, save_markov_pair
+from tests.support.harness import LocalStack, float32_processes, local_stack, started_coordinators
+from tests.support.heads import save_heads
+from tests.support.mtp import save_markov_target, save_mtp_target
+from tests.support.own_drafts import SLOW, check_control, check_distribution, check_text, kinds, num_passes
+from tests.support.pairs import (
+    logits_of,
+    markov_model,
+    save_good_draft,
+    save_hostile_draft,
+    save_target,
+)
+from verify_service.threshold import Threshold
+
+NEAR, FAR = "m1", "a0,a1,m0,m1"
+METHODS = {name: f'{{"method": "{name}"}}' for name in ("layers", "mtp", "dflash")} | {
+    "heads": '{"method": "medusa"}',
+    "draft_model": "",  # it drafts by default
+}
+TREES = ({"num_draft_tokens": 16, "max_depth": 4}, {"num_draft_tokens": 63, "max_depth": 8})
+SHAPES: dict[str, list[dict[str, int]]] = {
+    "heads": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 5, "max_depth": 0}, *TREES],
+    "layers": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 5}, {"num_draft_tokens": 12}],
+    "mtp": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 5}, {"num_draft_tokens": 12}],
+    "dflash": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 12}, *TREES],
+    "draft_model": [
+        {},
+        {"num_draft_tokens": 1},
+        {"num_draft_tokens": 5},
+        {"num_draft_tokens": 24, "max_depth": 4},
+    ],
+}
+
+
+class Drafting(NamedTuple):
+    """A target, and what it drafts with."""
+
+    source: str
+    variant: str
+    target: Path
+    value: Any
+
+    @property
+    def verify_options(self) -> dict[str, Any]:
+        return {self.source: self.value}
+
+    def coordinator_options(self, **options: Any) -> dict[str, Any]:
+        return {"speculative_config": METHODS[self.source]} | options
+
+
+# --- texts --------------------------------------------------------------------------------------------
+
+TEXT_VARIANTS = {
+    "heads": ("good", "hostile"),
+    "layers": ("near", "far"),
+    "mtp": ("mellum", "glm4_moe", "hostile"),  # one layer and a window; two layers; one that guesses wrong
+    "dflash": ("random",),  # right as often as chance has it
+    "draft_model": ("good", "hostile"),
+}
+QUICK = (
+    ("heads", "good", True),
+    ("layers", "near", True),
+    ("layers", "far", False),
+    ("mtp", "mellum", True),
+    ("dflash", "random", True),
+    ("draft_model", "good", True),
+)
+
+
+def text_cases() -> Iterator[Any]:
+    """Each variant, where the target goes on by itself and where it waits for the coordinator."""
+    for source, variants in TEXT_VARIANTS.items():
+        for variant, goes_on in product(variants, (True, False)):
+            case = (source, variant, goes_on)
+            make = pytest.param if case in QUICK else SLOW
+            yield make(case, id=f"{source}, {variant}, {'goes on' if goes_on else 'waits'}")
+
+
+def save_for_texts(source: str, variant: str, directory: Path) -> Drafting:
+    is_hostile = variant == "hostile"
+    if source == "mtp":
+        family = "mellum" if is_hostile else variant
+        return Drafting(
+            source, variant, save_mtp_target(directory / "target", family, is_hostile=is_hostile), True
+        )
+    target = save_target(directory / "target")
+    match source:
+        case "heads":
+            value = str(save_heads(directory / "heads", target, is_hostile=is_hostile))
+        case "layers":
+            value = NEAR if variant == "near" else FAR
+        case "dflash":
+            value = str(save_block_drafter(directory / "drafter"))
+        case _:
+            save_draft = save_hostile_draft if is_hostile else save_good_draft
+            value = str(save_draft(directory / "draft"))
+    return Drafting(source, variant, target, value)
+
+
+class Watched(NamedTuple):
+    """A stack, and the servicer of its coordinator."""
+
+    drafting: Drafting
+    stack: LocalStack
+    servicer: GenerationServicer
+
+
+@pytest.fixture(scope="module", params=text_cases())
+def watched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """Layers' proposals are as long as wanted where the target goes on by itself, and else end early."""
+    source, variant, goes_on = request.param
+    drafting = save_for_texts(source, variant, tmp_path_factory.mktemp(source))
+    options = drafting.coordinator_options(verify_ahead=goes_on, num_draft_tokens="auto")
+    threshold = partial(Threshold, first=0.0) if goes_on else Threshold
+    with (
+        mock.patch.object(verify_service.layers, "Threshold", threshold),
+        started_coordinators() as found,
+        local_stack(
+            drafting.target, coordinator_options=options, verify_options=drafting.verify_options
+        ) as stack,
+    ):
+        yield Watched(drafting, stack, found[0])
+
+
+@pytest.mark.parametrize("params", kinds(32))
+def test_the_text_is_that_of_plain_decoding(watched: Watched, params: SamplingParams) -> None:
+    source, variant = watched.drafting.source, watched.drafting.variant
+    tally = watched.servicer.totals.tally
+    num_begun = tally.num_begun
+    done = check_text(watched.stack, params, source, SHAPES[source])
+    assert (tally.num_begun > num_begun) == watched.servicer._config.verify_ahead
+    assert watched.servicer._verify.num_disagreements == 0
+    if (source, variant) == ("dflash", "random"):
+        assert any(each.speculation.num_accepted_tokens for each in done)
+    guesses_well = source == "mtp" and variant != "hostile" and params.temperature == 0
+    if guesses_well or (source, variant) == ("draft_model", "good"):
+        # The first one's length is chosen by the times that it measures, and on a busy machine it may be 0.
+        assert min(each.speculation.tokens_per_round for each in done[1:]) > 1.5
+
+
+# --- distributions ------------------------------------------------------------------------------------
+
+
+def layered_model() -> Any:
+    """Its attention writes nothing, so that the last token alone decides; its MLP does."""
+    model = markov_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def save_markov(source: str, variant: str, directory: Path) -> Drafting:
+    """A target whose distribution depends on the last token alone.
+
+    Without its attention, `layers` are its equal; without its MLP they are another model. The good draft
+    model is flatter than its target, so that some of its tokens are refused.
+    """
+    is_hostile = variant == "hostile"
+    match source:
+        case "heads":
+            target = tiny_models.save(markov_model(), directory / "target")
+            heads = save_heads(directory / "heads", target, is_hostile=is_hostile)
+            return Drafting(source, variant, target, str(heads))
+        case "layers":
+            target = tiny_models.save(layered_model(), directory / "target")
+            return Drafting(source, variant, target, "a0" if variant == "same" else "m0")
+        case "mtp":
+            target = save_markov_target(directory / "target", is_hostile=is_hostile)
+            return Drafting(source, variant, target, True)
+        case "dflash":
+            target, drafter = save_markov_pair(directory, is_hostile=is_hostile)
+            return Drafting(source, variant, target, str(drafter))
+        case _:
+            target = tiny_models.save(markov_model(), directory / "target")
+            draft = tiny_models.save(markov_model(-1.0 if is_hostile else 0.6), directory / "draft")
+            return Drafting(source, variant, target, str(draft))
+
+
+class Running(NamedTuple):
+    """What runs, and where."""
+
+    drafting: Drafting
+    address: str
+
+
+def markov_cases() -> Iterator[Any]:
+    """Each variant; in the quick run the draft model stands for all."""
+    for source in ("heads", "layers", "mtp", "dflash"):
+        for variant in ("same", "other") if source == "layers" else ("good", "hostile"):
+            yield SLOW((source, variant, True), id=f"{source}, {variant}")
+    for variant, goes_on in product(("good", "hostile"), (True, False)):
+        make = pytest.param if (variant, goes_on) == ("good", True) else SLOW
+        name = f"draft_model, {variant}, {'goes on' if goes_on else 'waits'}"
+        yield make(("draft_model", variant, goes_on), id=name)
+
+
+@pytest.fixture(scope="module", params=markov_cases())
+def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """In processes of their own as `specwire up` starts them, but for layers that are another model."""
+    source, variant, goes_on = request.param
+    drafting = save_markov(source, variant, tmp_path_factory.mktemp("markov"))
+    if variant == "other":
+        options = drafting.coordinator_options(num_draft_tokens="2")
+        with local_stack(
+            drafting.target, coordinator_options=options, verify_options=drafting.verify_options
+        ) as local:
+            yield Running(drafting, local.address)
+        return
+    named = {"mtp": "mtp", "draft_model": drafting.value}.get(source, f"{source}:{drafting.value}")
+    settings: dict[str, Any] = {"num_draft_tokens": "2"}
+    if source == "draft_model":
+        settings = {"num_draft_tokens": "3", "draft_placement": "target", "verify_ahead": goes_on}
+    with float32_processes(drafting.target, named, **settings) as address:
+        yield Running(drafting, address)
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, SLOW(Rule.BLOCK), SLOW(Rule.GUMBEL)])
+def test_the_distribution_is_the_targets(running: Running, rule: Rule) -> None:
+    check_distribution(running.address, logits_of(running.drafting.target), rule)
+
+
+MOST_PASSES = {"heads": (4, 20), "layers": (1, 35), "mtp": (4, 20), "dflash": (1, 35), "draft_model": (4, 20)}
+"""Of 60 tokens where the draft guesses well, with so many draft tokens a pass."""
+
+
+def test_tokens_a_pass(running: Running) -> None:
+    """Nearly all tokens of good drafts are accepted, and few or none of others: the tests above have both."""
+    num_draft_tokens, most = MOST_PASSES[running.drafting.source]
+    found = num_passes(running.address, num_draft_tokens=num_draft_tokens)
+    if running.drafting.variant in ("good", "same"):
+        assert found < most
+    else:
+        assert found > (40 if running.drafting.variant == "other" else 50)
+
+
+@pytest.mark.parametrize("source", [*map(SLOW, ("heads", "layers", "mtp", "dflash")), "draft_model"])
+def test_control_a_wrong_rule_is_caught(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = save_markov(source, "same" if source == "layers" else "good", tmp_path)
+    options = drafting.coordinator_options(num_draft_tokens="3" if source == "draft_model" else "2")
+    with local_stack(
+        drafting.target, coordinator_options=options, verify_options=drafting.verify_options
+    ) as stack:
+        check_control(stack, logits_of(drafting.target), monkeypatch)

@@ -1,0 +1,328 @@
+"""What all drafts of the target's own process have in common, through real services.
+
+Heads, layers left out, layers for multi-token prediction, a block drafter, a draft model beside the target:
+requests, losses, memory, refusals, `specwire drafts`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+import verify_service.layers
+from specwire import InvalidRequestError, Rule, SamplingParams
+from specwire.cli import drafts
+from specwire.config.client import ClientConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.stack import UpConfig
+from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
+from tests.support import encoder_decoders
+from tests.support.blocks import save_block_drafter
+from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.heads import save_heads
+from tests.support.mtp import save_mtp_target
+from tests.support.pairs import save_good_draft, save_target
+from tests.support.together import generated
+from tools.proxy.delay_proxy import Link
+from verify_service.threshold import Threshold
+
+SOURCES = ("heads", "layers", "mtp", "dflash", "draft_model")
+ONLY_CHAINS = ("layers", "mtp")
+ON_REQUEST = ("heads", "layers", "mtp", "dflash")
+"""Sources that do not draft by default."""
+PROMPT = [5, 9, 11, 2, 7, 4]
+GREEDY = SamplingParams(max_tokens=32, temperature=0, rule=Rule.GUMBEL, seed=3, ignore_eos=True)
+
+
+class Served(NamedTuple):
+    """A target, and what it drafts with."""
+
+    source: str
+    target: Path
+    options: dict[str, Any]
+
+
+def serve(source: str, directory: Path) -> Served:
+    if source == "mtp":
+        return Served(source, save_mtp_target(directory / "target"), {"mtp": True})
+    target = save_target(directory / "target")
+    match source:
+        case "heads":
+            value = str(save_heads(directory / "heads", target))
+        case "layers":
+            value = "m1"
+        case "dflash":
+            value = str(save_block_drafter(directory / "drafter"))
+        case _:
+            value = str(save_good_draft(directory / "draft"))
+    return Served(source, target, {source: value})
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Where layers are left out, proposals are as long as wanted."""
+    with mock.patch.object(verify_service.layers, "Threshold", partial(Threshold, first=0.0)):
+        yield serve(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def stack(served: Served) -> Iterator[LocalStack]:
+    """With a link between coordinator and verify."""
+    with local_stack(served.target, verify_options=served.options, verify_link=Link()) as running:
+        yield running
+
+
+def test_a_request_may_ask_for_them(served: Served, stack: LocalStack) -> None:
+    source = served.source
+    plain = stack.client.generate(params=replace(GREEDY, draft="off"), prompt_token_ids=PROMPT)
+    by_default = stack.client.generate(params=GREEDY, prompt_token_ids=PROMPT)
+    assert bool(by_default.speculation.by_source) is (source not in ON_REQUEST)
+    for name in (source, "medusa") if source == "heads" else (source,):
+        done = stack.client.generate(params=replace(GREEDY, draft=name), prompt_token_ids=PROMPT)
+        assert done.token_ids == plain.token_ids
+        assert [each.source for each in done.speculation.by_source] == [source]
+
+
+def test_what_is_not_offered(served: Served, stack: LocalStack) -> None:
+    source = served.source
+    for other in ("layers" if source == "heads" else "medusa", f"ngram,{source}"):
+        with pytest.raises(InvalidRequestError, match=f"draft={other}: is not offered here: .*{source}"):
+            stack.client.generate(params=replace(GREEDY, draft=other), prompt_token_ids=PROMPT)
+
+
+def test_a_request_that_leaves_the_rule_open_is_coupled(served: Served, stack: LocalStack) -> None:
+    """Under rejection sampling the target could not share noise with its draft, and would have no trees."""
+    params = SamplingParams(max_tokens=4, draft=served.source)
+    assert stack.client.generate(params=params, prompt_token_ids=PROMPT).rule is Rule.GUMBEL
+
+
+def test_trees(served: Served, stack: LocalStack) -> None:
+    """Of those that have them; the others draft chains."""
+    params = replace(GREEDY, draft=served.source, num_draft_tokens=12, max_depth=3)
+    if served.source in ONLY_CHAINS:
+        with pytest.raises(UnsupportedError, match=f"max_depth=3: draft={served.source} makes chains only"):
+            stack.client.generate(params=params, prompt_token_ids=PROMPT)
+        return
+    done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    assert done.speculation.num_draft_tokens > 10 * done.speculation.num_rounds
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.6])
+def test_a_lost_target_changes_no_text(served: Served, stack: LocalStack, temperature: float) -> None:
+    """The connection is cut again and again while the text is read; each time a new sequence is opened."""
+    params = replace(GREEDY, temperature=temperature, max_tokens=80, num_draft_tokens=3)
+    off = replace(params, draft="off", num_draft_tokens=None)
+    plain = stack.client.generate(params=off, prompt_token_ids=PROMPT)
+    assert stack.verify_proxy is not None
+    with stack.client.stream(None, replace(params, draft=served.source), prompt_token_ids=PROMPT) as running:
+        for number, _ in enumerate(running):
+            if number in (3, 8):
+                stack.verify_proxy.cut()
+        assert running.completion.token_ids == plain.token_ids
+    stack.assert_idle_within(5.0)
+
+
+def test_a_client_that_stops_reading(served: Served, stack: LocalStack) -> None:
+    """Nothing is held for it any more, though its rounds were begun by the target."""
+    params = replace(GREEDY, max_tokens=400, draft=served.source, num_draft_tokens=3)
+    with stack.client.stream(None, params, prompt_token_ids=PROMPT) as running:
+        next(iter(running))
+    stack.assert_idle_within(5.0)
+
+
+def test_a_cache_that_is_too_small(served: Served) -> None:
+    """Sequences lose their pages to one another, and drafts find no room: the text stays."""
+    options = served.options | {"num_kv_tokens": 96}
+    params = replace(GREEDY, max_tokens=60, draft=served.source, num_draft_tokens=4)
+    with started_services() as services, local_stack(served.target, verify_options=options) as running:
+        plain = generated(running.address, [replace(params, draft="off", num_draft_tokens=None)], PROMPT)
+        together = generated(running.address, [params] * 3, PROMPT)
+        assert {done.token_ids for done in together} == {plain[0].token_ids}
+        running.assert_idle_within(5.0)
+        services["verify"].runner.pool.check_integrity()
+
+
+def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
+    params = replace(GREEDY, draft=served.source, num_draft_tokens=2)
+    stack.client.generate(params=params, prompt_token_ids=PROMPT)
+    shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
+    rows = {line.split()[0]: line for line in shown if line}
+    own = ["heads", "layers", "mtp", "dflash"]
+    texts = ["ngram", "suffix", "unigram", "bigram", "trigram"]
+    assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *texts]
+    ours = "model" if served.source == "draft_model" else served.source
+    assert [name for name in ("model", *own) if rows[name].split()[1] == "yes"] == [ours]
+    by_source = stack.client.get_status().by_source
+    [num_rounds] = [each.num_drafts for each in by_source if each.source == served.source]
+    assert f" {num_rounds} " in rows[ours]
+
+
+# --- refusals at the start ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ON_REQUEST)
+def test_a_target_without_them(source: str, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    method = json.dumps({"method": "medusa" if source == "heads" else source})
+    with (
+        pytest.raises(ConfigError, match=f"the verify service has no {source}: see its flag --{source}"),
+        local_stack(target, coordinator_options={"speculative_config": method}),
+    ):
+        pass
+    with (
+        local_stack(target) as running,
+        pytest.raises(InvalidRequestError, match=f"draft={source}: is not offered here"),
+    ):
+        running.client.generate(params=replace(GREEDY, draft=source), prompt_token_ids=PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("heads", "heads"),
+        ("layers", "a0"),
+        ("mtp", True),
+        ("dflash", "drafter"),
+        ("draft_model", "embedded"),
+    ],
+    ids=str,
+)
+def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
+    t5 = encoder_decoders.save(tmp_path / "t5", "t5")
+    flag = source.replace("_", "-")
+    with (
+        pytest.raises(ModelLoadError, match=f"is an encoder-decoder, which is not served with --{flag}"),
+        local_stack(t5, verify_options={source: value}),
+    ):
+        pass
+
+
+HEADS, LAYERS, MTP, NGRAM = (f'{{"method": "{name}"}}' for name in ("medusa", "layers", "mtp", "ngram"))
+EMULATED = "emulated:step_ms=1"
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: VerifyConfig(model=EMULATED, heads="x"), "has no hidden states"),
+        (lambda: VerifyConfig(model=EMULATED, layers="a0"), "has no layers"),
+        (lambda: VerifyConfig(model=EMULATED, mtp=True), "has no hidden states"),
+        (lambda: VerifyConfig(model=EMULATED, draft_model="embedded"), "device that a draft"),
+        (lambda: VerifyConfig(heads="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
+        (lambda: VerifyConfig(layers="a0", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
+        (lambda: VerifyConfig(mtp=True, tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
+        (lambda: VerifyConfig(draft_model="embedded", tensor_parallel_size=2), "size 1 only"),
+        (lambda: VerifyConfig(layers="a0", heads="/tmp"), "does not go together with --heads"),
+        (lambda: VerifyConfig(mtp=True, heads="x"), "does not go together with --heads"),
+        (lambda: VerifyConfig(dflash="x", mtp=True), "does not go together with --mtp"),
+        (lambda: VerifyConfig(draft_model="embedded", mtp=True), "does not go together with --"),
+        (lambda: VerifyConfig(mtp=True, batch_invariant=True), "does not go together with --batch-invariant"),
+        (
+            lambda: VerifyConfig(dflash="x", batch_invariant=True),
+            "does not go together with --batch-invariant",
+        ),
+        (lambda: VerifyConfig(layers="b0"), "'b0' is no block"),
+        (lambda: VerifyConfig(draft_model="/nowhere"), "--draft-model /nowhere: no such model directory"),
+        (lambda: VerifyConfig(draft_model=EMULATED), "give it a service of its own"),
+        (lambda: DraftConfig(model="heads:x"), "see the verify service's flag --heads"),
+        (lambda: DraftConfig(model="layers:a0"), "see the verify service's flag --layers"),
+        (lambda: DraftConfig(model="mtp"), "see the verify service's flag --mtp"),
+        (lambda: DraftConfig(model="dflash:x"), "see the verify service's flag --dflash"),
+        (lambda: CoordinatorConfig(speculative_config='{"method": "medusa", "model": "x"}'), "--heads"),
+        (lambda: CoordinatorConfig(speculative_config='{"method": "layers", "model": "a"}'), "flag --layers"),
+        (lambda: UpConfig(draft="heads"), "needs more: heads:DIR"),
+        (lambda: UpConfig(draft="layers"), "needs more: layers:SKIP"),
+        (lambda: UpConfig(draft="dflash"), "needs more: dflash:DIR"),
+        (lambda: UpConfig(draft="heads:"), "no directory of heads"),
+        (lambda: UpConfig(draft="heads:/nowhere"), "no directory of heads"),
+        (lambda: UpConfig(draft="dflash:/nowhere"), "no directory of dflash"),
+        (lambda: UpConfig(draft="layers:"), "names no blocks"),
+        (lambda: UpConfig(draft="layers:x"), "'x' is no block"),
+        (lambda: UpConfig(speculative_config=HEADS), "no directory of heads"),
+        (lambda: UpConfig(speculative_config=LAYERS), "names no blocks"),
+        (lambda: UpConfig(speculative_config='{"method": "mtp", "model": "x"}'), "method mtp needs none"),
+        (
+            lambda: UpConfig(speculative_config='{"method": "medusa", "corpus": "x"}'),
+            "is not a key of method",
+        ),
+        (lambda: UpConfig(speculative_config='{"method": "layers", "max_depth": 2}'), "drafts chains"),
+        (lambda: UpConfig(speculative_config='{"method": "mtp", "max_depth": 3}'), "drafts chains"),
+        (lambda: UpConfig(draft="heads:/tmp", speculative_config=NGRAM), "another method"),
+        (lambda: UpConfig(draft="layers:a0", speculative_config=NGRAM), "another method"),
+        (lambda: UpConfig(draft="layers:a0", speculative_config=HEADS), "another method"),
+        (lambda: UpConfig(draft="mtp", speculative_config=NGRAM), "another method"),
+        (lambda: UpConfig(draft="/tmp", speculative_config=HEADS), "second draft"),
+        (lambda: UpConfig(draft="/tmp", speculative_config=MTP), "second draft"),
+        (lambda: UpConfig(draft="heads:/tmp", target=EMULATED), "has no hidden states"),
+        (lambda: UpConfig(draft="layers:a0", target=EMULATED), "has no layers"),
+        (lambda: UpConfig(draft="mtp", target=EMULATED), "has no hidden states"),
+        (lambda: UpConfig(draft="ngram,mtp"), "mtp is no draft model"),
+        (lambda: UpConfig(draft="ngram>mtp"), "mtp is no draft model"),
+        (lambda: UpConfig(draft="mtp", draft_placement="target"), "--draft mtp: is no draft model"),
+        (lambda: UpConfig(draft_placement="target", draft_learn=True), "--draft-learn True: learns"),
+        (lambda: UpConfig(draft_placement="target", draft_device="cuda"), "--draft-device cuda: is not the"),
+        (lambda: UpConfig(draft_placement="elsewhere"), "is not one of auto, target, service"),
+    ],
+)
+def test_what_does_not_combine(make: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make()
+
+
+def test_where_a_draft_model_runs(tmp_path: Path) -> None:
+    """In the target's process, unless it is asked for what only a service has."""
+    (tmp_path / "config.json").write_text('{"is_encoder_decoder": true}')
+    assert UpConfig().own == ("draft_model", "embedded")
+    assert UpConfig(device="cuda", draft_device="cuda:0").draft_in_target
+    for asked in (
+        {"draft_placement": "service"},
+        {"draft_rtt_ms": 5.0},
+        {"num_outcomes": "4"},
+        {"draft_num_threads": 2},
+        {"draft": "ngram,embedded"},
+        {"device": "cuda"},
+        {"target": str(tmp_path), "draft": str(tmp_path)},
+        {"speculative_config": json.dumps({"method": "draft_model", "selection": "kseq"})},
+        {"target": EMULATED, "draft": EMULATED},
+    ):
+        config = UpConfig(**asked)
+        assert (config.own.source, config.draft_in_target) == ("", False), asked
+
+
+@pytest.mark.parametrize(
+    ("source", "method", "value"),
+    [
+        ("heads", "medusa", "DIRECTORY"),
+        ("dflash", "dflash", "DIRECTORY"),
+        ("layers", "layers", "a3,m3"),
+        ("mtp", "mtp", ""),
+    ],
+    ids=["heads", "dflash", "layers", "mtp"],
+)
+def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path) -> None:
+    """The flag to verify, the rest to the coordinator; there is no draft service."""
+    value = value.replace("DIRECTORY", str(tmp_path))
+    named = f"{source}:{value}" if value else source
+    given: dict[str, Any] = {"method": method, "num_speculative_tokens": 6}
+    if source not in ONLY_CHAINS:
+        given["max_depth"] = 4
+    in_full = json.dumps(given | {"model": value} if value else given)
+    for config in (
+        UpConfig(draft=named),
+        UpConfig(draft=named, speculative_config=json.dumps(given)),
+        UpConfig(speculative_config=in_full),
+        UpConfig(draft="none", speculative_config=in_full),
+    ):
+        assert (config.draft_model, config.own) == ("none", (source, value))
+        coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
+        assert coordinator.own_source == source
+        if config.speculative_config:
+            assert coordinator.fixed_draft_tokens == 6
+            assert coordinator.fixed_max_depth == given.get("max_depth")
