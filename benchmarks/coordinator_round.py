@@ -27,19 +27,20 @@ from coordinator.peers.link import Codec, Link
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
-from specwire import embedded, tokenizer
+from specwire import embedded
 from specwire.config.services import CoordinatorConfig
 from specwire.core import Load, ModelInfo, Proposal, Rule, SamplingParams, Timings, Verdict
 from specwire.rpc import private
 from specwire.rpc.server import Server
+from specwire.rpc.wire import client as wire
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.draft import DraftAnswer
+from specwire.rpc.wire.verify import VerifyAnswer
 from specwire.support import Support
 from specwire.telemetry import tracing
+from specwire.text import tokenizer
 from specwire.v1 import draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
-from specwire.wire import client as wire
-from specwire.wire import draft as draft_wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.draft import DraftAnswer
-from specwire.wire.verify import VerifyAnswer
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 NUM_DRAFT_TOKENS, SUPPORT_SIZE, ALPHA = 4, 32, 0.8

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specwire import embedded
-from specwire.tokenizer import Tokenizer, load
+from specwire.text.tokenizer import Tokenizer, load
 
 LEAST_TOKENS, MOST_TOKENS = 64, 100
 """A window's tokens; the leading token of `fresh` comes on top."""

@@ -10,12 +10,12 @@ from google.protobuf.message import Message
 
 from specwire.config.services import DraftConfig
 from specwire.core import Load, Proposal, Timings, Verdict
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.draft import DraftAnswer, DraftOrder
+from specwire.rpc.wire.verify import VerifyAnswer, VerifyOrder
 from specwire.rule import sampling
 from specwire.support import Support
-from specwire.wire import draft as draft_wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.draft import DraftAnswer, DraftOrder
-from specwire.wire.verify import VerifyAnswer, VerifyOrder
 
 LARGE_VOCABULARY = 151_936
 NUM_DRAFT_TOKENS = 5

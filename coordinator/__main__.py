@@ -6,9 +6,8 @@ import argparse
 import os
 import sys
 
-from specwire import preflight
 from specwire.cli import replicas
-from specwire.config import environment, extras, flags
+from specwire.config import environment, extras, flags, preflight
 from specwire.config import services as config
 from specwire.config.parser import Parser
 from specwire.rpc import listening, process

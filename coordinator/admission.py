@@ -23,8 +23,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from specwire.config.security.bearer import Principal
 from specwire.errors import ResourceExhaustedError, StreamIdleError
-from specwire.security.bearer import Principal
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 50, 10_000
 _SMOOTHING = 0.1

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from coordinator.cost import Cost
 from specwire.completion import Stage, Timing
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 
 _COORDINATOR, _FAILOVER = Stage.COORDINATOR.number, Stage.FAILOVER.number
 _OF_CALL = {

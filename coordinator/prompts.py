@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
-from specwire.tokenizer import Tokenizer
+from specwire.rpc.wire.client import message_from_proto, object_from_json, tools_from_json
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
-from specwire.wire.client import message_from_proto, object_from_json, tools_from_json
 
 _SHORT_BYTES = 16 << 10
 """Such a prompt takes the tokenizer milliseconds; the largest one takes a second or more."""

@@ -19,15 +19,15 @@ from coordinator.drafts.choice import DraftChoice, DraftChoices
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted, with_early_ends
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
+from specwire.config.security.bearer import Principal
 from specwire.config.services import NO_SEED, CoordinatorConfig
 from specwire.config.speculative import CHAINS_ONLY
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
+from specwire.rpc.wire import client as client_wire
 from specwire.rule.beam_search import BeamRules
-from specwire.security.bearer import Principal
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

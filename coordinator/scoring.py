@@ -20,10 +20,10 @@ from coordinator.text import IncrementalDetokenizer
 from specwire.completion import Stage
 from specwire.core import MAX_NUM_DRAFT_TOKENS, NO_TOKEN, Logprobs, Proposal, Rule, SamplingParams
 from specwire.errors import InternalError, ServiceUnavailableError
+from specwire.rpc.wire import client as client_wire
 from specwire.telemetry import tracing
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
 
 
 def scoring(request: GenerationRequest) -> GenerationRequest:

@@ -9,14 +9,16 @@ from coordinator import starting
 from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
-from specwire import embedded, tokenizer, tokenizer_files
+from specwire import embedded
 from specwire.config.models import EMBEDDED
 from specwire.config.services import CoordinatorConfig
 from specwire.errors import ConfigError
 from specwire.rpc.server import Server
+from specwire.rpc.wire import tokenizer_files
+from specwire.rpc.wire.tokenizer_files import TokenizerFiles
 from specwire.telemetry import endpoint, tracing
-from specwire.tokenizer import Tokenizer
-from specwire.tokenizer_files import TokenizerFiles
+from specwire.text import tokenizer
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
 _SYSTEM_NAMES = Names()

@@ -42,22 +42,22 @@ from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire.completion import Stage
+from specwire.config.security.bearer import Principal
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo
 from specwire.errors import InvalidRequestError
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 from specwire.rpc import listening
-from specwire.security.bearer import Principal
+from specwire.rpc.wire import client as client_wire
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire.tokenizer_files import NO_FILES, TokenizerFiles
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.telemetry.metrics import Group
 from specwire.telemetry.propagation import REQUEST_ID
 from specwire.telemetry.tracing import Span, SpanKind
-from specwire.tokenizer import Tokenizer
-from specwire.tokenizer_files import NO_FILES, TokenizerFiles
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
-from specwire.wire import client as client_wire
-from specwire.wire import model as wire
 
 _MAX_ASKED, _MAX_STREAMS_ASKED = 64, 1 << 16
 """Numbers of streams that a status says the choice for, and how large each may be."""

@@ -14,9 +14,9 @@ from coordinator.text import TextAssembler
 from specwire.completion import Completion, DraftTree, FinishReason, Usage
 from specwire.core import Fate, Rule
 from specwire.errors import InvalidRequestError
-from specwire.tokenizer import Tokenizer
+from specwire.rpc.wire import client as client_wire
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
 
 _Item = dict[str, Any]
 """A token without its text, see `OpenChunk.item`."""

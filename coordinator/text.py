@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # An incomplete character has at most this many bytes, and decoders write at most one U+FFFD for each byte.

@@ -21,7 +21,7 @@ from coordinator.ledger import Ledger
 from coordinator.tally import Tally
 from specwire import errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 from specwire.telemetry import logs
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.tracing import NO_SPAN, Span

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draft_service.drafter import DraftJob, Drawn
-from specwire import chains
+from specwire.proposals import chains
+from specwire.proposals.tree import TokenTree
 from specwire.support import Support
-from specwire.tree import TokenTree
 
 
 @dataclass(eq=False)

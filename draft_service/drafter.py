@@ -22,15 +22,15 @@ from specwire.core import Proposal, num_in_common
 from specwire.engine.device import NO_DRAFTING
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
-from specwire.estimate.calibration import NUM_RANKS, Calibration
-from specwire.estimate.growth import TreeGrowth
+from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
+from specwire.proposals.estimate.growth import TreeGrowth
+from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import draw_supported, matched_scores, take_rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import FloatArray, IntArray, Support
-from specwire.tree import TokenTree
 
 SHARPNESS = 2.0
 """Of the softmax that turns scores into shares. A draft that is near its target is right more often than its

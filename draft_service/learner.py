@@ -22,7 +22,7 @@ from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
 from specwire.errors import ModelLoadError
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 from specwire.rule.columns import EDITED
 
 if TYPE_CHECKING:

@@ -41,11 +41,11 @@ from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.replies import Sink
 from specwire.errors import ResourceExhaustedError, SpecwireError
-from specwire.estimate.calibration import NUM_RANKS
-from specwire.estimate.forecast import Forecast
+from specwire.proposals.estimate.calibration import NUM_RANKS
+from specwire.proposals.estimate.forecast import Forecast
+from specwire.rpc.wire.draft import DraftOrder
 from specwire.rule.columns import EDITED
 from specwire.telemetry.tracing import Span
-from specwire.wire.draft import DraftOrder
 
 MAX_REQUESTS = 64
 """Most requests of a sequence that are queued or served. A coordinator has one or two at a time."""

@@ -6,12 +6,12 @@ import dataclasses
 import logging
 
 from draft_service.vocabulary import SharedVocabulary
-from specwire import tokenizer
 from specwire.config.models import EMULATED
 from specwire.config.services import DraftConfig
 from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.errors import ModelLoadError, UnsupportedError
+from specwire.text import tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from draft_service.learner import Learner
 from draft_service.lookahead import Branch, Lookahead, Request
 from draft_service.translation import Transcript
 from draft_service.vocabulary import SharedVocabulary
+from specwire.config.security.bearer import Principal
 from specwire.core import Proposal, Rule, SamplingParams
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
@@ -24,17 +25,16 @@ from specwire.engine.replies import Result
 from specwire.engine.serving import SequenceSpans
 from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import SpecwireError, UnsupportedError
-from specwire.estimate import clock
-from specwire.estimate.forecast import Forecast, SharedForecast
-from specwire.pushes import PushWindow
+from specwire.proposals.estimate import clock
+from specwire.proposals.estimate.forecast import Forecast, SharedForecast
+from specwire.proposals.pushes import PushWindow
 from specwire.rpc import listening
-from specwire.security.bearer import Principal
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-from specwire.wire import draft as draft_wire
-from specwire.wire import model as wire
-from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
 
 _METHOD = "specwire.v1.DraftService/Draft"
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from specwire.errors import ModelLoadError
 from specwire.support import IntArray
-from specwire.token_texts import BYTE_NAME, token_texts
-from specwire.tokenizer import Tokenizer
+from specwire.text.token_texts import BYTE_NAME, token_texts
+from specwire.text.tokenizer import Tokenizer
 
 MIN_SHARED_TEXT = 0.1
 """A draft that shares fewer of a text's tokens with its target is refused."""

@@ -25,6 +25,7 @@ from specwire.completion import (
     Token,
     Usage,
 )
+from specwire.config.security.tls import TLS
 from specwire.core import Fate, ModelInfo, Rule, SamplingParams
 from specwire.errors import (
     ConfigError,
@@ -43,8 +44,7 @@ from specwire.errors import (
     UnauthenticatedError,
     UnsupportedError,
 )
-from specwire.grammar import Grammar
-from specwire.security.tls import TLS
+from specwire.text.grammar import Grammar
 
 if TYPE_CHECKING:
     from specwire.client.client import AsyncClient, Client

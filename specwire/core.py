@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from specwire.errors import InvalidRequestError
-from specwire.grammar import Grammar
+from specwire.text.grammar import Grammar
 
 if TYPE_CHECKING:
     from specwire.support import FloatArray, IntArray, Support
@@ -324,7 +324,7 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Proposal:
-    """Draft tokens for the positions from `base_len` on, as a chain or as a tree (`specwire.tree`).
+    """Draft tokens for the positions from `base_len` on, as a chain or as a tree (`specwire.proposals.tree`).
 
     Attributes:
         base_len: the committed length that it extends, in tokens.
@@ -337,7 +337,7 @@ class Proposal:
         source: what made it: a model's name, or a method of the coordinator's own.
         support_len: entries that each of its supports was padded to when it arrived: sent on, it must have a
             size that does not depend on its tokens either.
-        leaves: of several chains that were drawn independently (`specwire.chains`), the last token of each,
+        leaves: of several chains that were drawn independently (`proposals.chains`), the last token of each,
             in the order of the draws; chains with the same tokens share them. Empty otherwise.
     """
 

@@ -15,7 +15,7 @@ from tests.support import report, sample
 from tests.support.effort import CHAOS
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: fixtures that need them import them
-    from specwire.tokenizer import Tokenizer
+    from specwire.text.tokenizer import Tokenizer
     from tests.support.harness import LocalStack
 
 # A thread for each model: several processes compute at a time, and threads that wait for each other spin.
@@ -46,7 +46,7 @@ def client(stack: LocalStack) -> Client:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from specwire.tokenizer import Tokenizer
+    from specwire.text.tokenizer import Tokenizer
     from tests.support import texts
 
     return Tokenizer(texts.build_tokenizer())

@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 
-from specwire import preflight
-from specwire.config import environment, extras, flags
+from specwire.config import environment, extras, flags, preflight
 from specwire.config import services as config
 from specwire.config.parser import Parser
 from specwire.engine import threads

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specwire.core import NO_TOKEN, Continuation, Proposal, SamplingParams, Verdict
-from specwire.prepared import PreparedProposals
+from specwire.proposals.prepared import PreparedProposals
+from specwire.rpc.wire.verify import AheadOrder
 from specwire.rule import acceptance
-from specwire.wire.verify import AheadOrder
 
 MAX_AHEAD = 64
 """Proposals kept for a sequence, as many as outcomes may be prepared for; and most rounds begun ahead."""

@@ -23,13 +23,13 @@ from specwire.engine.batch import Feed, Feeds
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
+from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.columns import MATCHED, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import Support
-from specwire.tree import TokenTree
 from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Noise
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire import tree
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.engine.jobs import TokenSequence
-from specwire.estimate.calibration import NUM_RANKS, Calibration
-from specwire.estimate.growth import TreeGrowth
+from specwire.proposals import tree
+from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
+from specwire.proposals.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.transfer import to_device, to_host

@@ -9,9 +9,9 @@ from specwire.engine.boot import ModelService
 from specwire.engine.serving import SequenceSpans
 from specwire.engine.streams import Limits
 from specwire.rpc import listening
+from specwire.rpc.wire import model as wire
 from specwire.telemetry import tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
-from specwire.wire import model as wire
 from verify_service.stream import VerifyStream
 
 _METHOD = "specwire.v1.VerifyService/Verify"

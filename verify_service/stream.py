@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specwire import tree
+from specwire.config.security.bearer import Principal
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Load, Proposal, Rule, SamplingParams, Verdict
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
@@ -25,15 +25,15 @@ from specwire.engine.replies import Result
 from specwire.engine.serving import SequenceSpans
 from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
-from specwire.estimate import clock
-from specwire.pushes import Arrived
-from specwire.security.bearer import Principal
+from specwire.proposals import tree
+from specwire.proposals.estimate import clock
+from specwire.proposals.pushes import Arrived
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from specwire.support import IntArray, Support, certain
 from specwire.telemetry import tracing
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, verify_pb2
-from specwire.wire import verify as verify_wire
-from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
 from verify_service.own import Drafting, Going, Wanted
 from verify_service.verifier import VerifyJob

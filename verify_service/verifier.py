@@ -14,20 +14,20 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specwire import tree
 from specwire.core import NO_TOKEN, Logprobs, SamplingParams, Verdict
 from specwire.engine.device import NO_DRAFTING, Drafting
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
-from specwire.estimate import clock
+from specwire.proposals import tree
+from specwire.proposals.estimate import clock
+from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Places, Row, Rows, padded
 from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import FloatArray, IntArray
-from specwire.tree import TokenTree
 from verify_service import own
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)

@@ -23,8 +23,8 @@ from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
-from specwire.estimate import clock
-from specwire.estimate.calibration import NUM_RANKS
+from specwire.proposals.estimate import clock
+from specwire.proposals.estimate.calibration import NUM_RANKS
 from specwire.support import IntArray
 from verify_service.verifier import VerifyJob
 

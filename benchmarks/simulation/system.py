@@ -22,12 +22,12 @@ from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
+from specwire.config.security.tls import PLAINTEXT
 from specwire.config.services import CoordinatorConfig, DraftConfig
 from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
 from specwire.engine.boot import ModelService
 from specwire.engine.device import Decider, LogitsDecider
 from specwire.engine.emulated import EmulatedModel
-from specwire.security.tls import PLAINTEXT
 from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2
 from verify_service.servicer import VerifyServicer

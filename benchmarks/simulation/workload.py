@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.system import Client, Setting, World
 from specwire.core import SamplingParams
+from specwire.rpc.wire import client as client_wire
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
 
 PROMPT = (1, 2, 3)
 _ENDLESS = 1 << 19

@@ -12,10 +12,10 @@ from coordinator.tally import Tally
 from coordinator.text import TextAssembler
 from specwire.completion import Completion, FinishReason, Hypothesis, Usage
 from specwire.core import Fate, Rule
+from specwire.rpc.wire import client as client_wire
 from specwire.rule.beam_search import Scored
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
 
 
 class BeamAnswer:

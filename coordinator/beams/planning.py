@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.generation import Plan, Round
-from specwire.estimate.costs import CostModel
+from specwire.proposals.estimate.costs import CostModel
 
 _DEFAULT_TOKENS = 6
 """Draft tokens after each live beam, where the request fixes none."""

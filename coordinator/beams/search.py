@@ -23,7 +23,7 @@ from coordinator.requests import GenerationRequest
 from specwire.completion import Stage
 from specwire.core import MAX_TREE_NODES, NO_TOKEN, Logprobs, Outcome, Proposal, Verdict
 from specwire.errors import InternalError, ServiceUnavailableError
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 from specwire.rule.beam_search import Beam, BeamSearch, Scored
 from specwire.telemetry import tracing
 

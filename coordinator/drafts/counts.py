@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.drafts.text import Guess
-from specwire.history import TokenArray
+from specwire.proposals.history import TokenArray
 from specwire.support import IntArray
 
 _ID_BITS = 21

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specwire.history import NO_TOKENS, TokenArray
+from specwire.proposals.history import NO_TOKENS, TokenArray
 
 MAX_SCOPES = 128
 MAX_TOKENS = 16_384

@@ -18,7 +18,7 @@ from coordinator.generation import Drafter
 from coordinator.requests import GenerationRequest
 from specwire.config.speculative import COUNTS, GRAMMAR, NGRAM, SUFFIX, SpeculativeConfig
 from specwire.errors import ConfigError
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 
 _MAX_CORPUS_TOKENS = 1 << 20
 

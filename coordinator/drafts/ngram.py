@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from coordinator.drafts.text import Guess
 from specwire.config.speculative import SpeculativeConfig
-from specwire.history import History
+from specwire.proposals.history import History
 
 
 class Ngram:

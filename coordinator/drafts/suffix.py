@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from coordinator.drafts.text import Guess
 from specwire.config.speculative import SpeculativeConfig
-from specwire.history import MAX_CONTINUATIONS, History, TokenArray, likeliest_path
+from specwire.proposals.history import MAX_CONTINUATIONS, History, TokenArray, likeliest_path
 
 
 class Suffix:

@@ -25,7 +25,7 @@ from coordinator.generation import Round
 from coordinator.length.round_costs import RoundCosts
 from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Beliefs, Seen, Way
 from specwire.core import Load
-from specwire.estimate.forecast import SharedAcceptance
+from specwire.proposals.estimate.forecast import SharedAcceptance
 
 log = logging.getLogger(__name__)
 

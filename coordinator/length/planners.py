@@ -3,9 +3,9 @@
     rate(γ) = tokens(γ) / time(γ)
     tokens(γ) = 1 + reached_1 + ... + reached_γ     reached_k: probability that k or more are accepted
 
-Acceptance is estimated for each stream's own text (`specwire/estimate/forecast.py`); the time of a round, and
-the way to decode, are those of all streams (`choice.py`). Only past rounds are used, never a draft token that
-is left out.
+Acceptance is estimated for each stream's own text (`specwire/proposals/estimate/forecast.py`); the time of
+a round, and the way to decode, are those of all streams (`choice.py`). Only past rounds are used, never a
+draft token that is left out.
 
 Pure: no clock, no network. Source of the closed form: Leviathan et al. 2023 (arXiv 2211.17192), section 3.
 """
@@ -21,8 +21,8 @@ from coordinator.generation import Plan, Planner, Round
 from coordinator.length.choice import FIRST_CAP, Among, Prospects, SharedChoice
 from coordinator.length.ways import MAX_CHOSEN, PLAIN, Way
 from specwire.core import MAX_TREE_NODES
-from specwire.estimate.forecast import OwnAcceptance
-from specwire.estimate.rates import best_length
+from specwire.proposals.estimate.forecast import OwnAcceptance
+from specwire.proposals.estimate.rates import best_length
 
 _CHANGE_RATIO = 1.02
 """A length replaces the stream's last one when it promises so many times its rate: outcomes were prepared for

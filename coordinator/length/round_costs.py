@@ -15,7 +15,7 @@ from coordinator.cost import Cost
 from coordinator.generation import Round
 from coordinator.length.ways import CHAIN, Seen, Way
 from specwire.core import Load
-from specwire.estimate.costs import CostModel
+from specwire.proposals.estimate.costs import CostModel
 
 _RATE = 0.2
 """Learning rate of the moving averages."""

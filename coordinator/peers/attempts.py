@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from coordinator.peers.replicas import Replica
 from specwire.errors import ResourceExhaustedError, ServiceUnavailableError, SpecwireError
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 
 RETRY_AFTER_MS = 1000
 MAX_FAILURES = 4

@@ -10,8 +10,8 @@ import numpy as np
 
 from specwire.core import NO_TOKEN, Proposal, Verdict
 from specwire.errors import InternalError
+from specwire.rpc.wire.verify import Rows
 from specwire.support import IntArray
-from specwire.wire.verify import Rows
 
 _SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""

@@ -9,10 +9,10 @@ from coordinator.peers.checks import check_rows
 from coordinator.peers.link import Codec
 from specwire.core import Proposal
 from specwire.errors import SpecwireError
+from specwire.rpc.wire import columns, proposals
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import verify as verify_wire
 from specwire.v1 import common_pb2, draft_pb2, verify_pb2
-from specwire.wire import columns, proposals
-from specwire.wire import draft as draft_wire
-from specwire.wire import verify as verify_wire
 
 Answers = Iterator[tuple[int, Any]]
 

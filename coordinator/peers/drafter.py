@@ -24,12 +24,12 @@ from specwire.errors import (
     ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.estimate import clock
-from specwire.grammar import LONGEST_MASK_S
-from specwire.prepared import Prepared
+from specwire.proposals.estimate import clock
+from specwire.proposals.prepared import Prepared
+from specwire.rpc.wire import model as wire
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
-from specwire.wire import model as wire
+from specwire.text.grammar import LONGEST_MASK_S
 
 _RETRY_AFTER_MS = 1000
 _MAX_COST_RATIO = 8.0

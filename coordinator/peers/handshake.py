@@ -19,6 +19,7 @@ from coordinator.peers.link import Codec, Link
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
+from specwire.config.security.tls import PLAINTEXT, Credentials
 from specwire.core import PROTOCOL_VERSION, ModelInfo
 from specwire.errors import (
     DeadlineExceededError,
@@ -29,10 +30,9 @@ from specwire.errors import (
     SpecwireError,
 )
 from specwire.rpc import channel
-from specwire.security.tls import PLAINTEXT, Credentials
-from specwire.tokenizer_files import TokenizerFiles, fetch
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire.tokenizer_files import TokenizerFiles, fetch
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
-from specwire.wire import model as wire
 
 _RETRY_S = 0.25
 _POLL_S = 1.0

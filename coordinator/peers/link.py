@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from specwire.errors import InternalError, InvalidRequestError, ServiceUnavailableError, SpecwireError
-from specwire.estimate import clock
-from specwire.pushes import Arrived, PushWindow
+from specwire.proposals.estimate import clock
+from specwire.proposals.pushes import Arrived, PushWindow
 from specwire.v1 import common_pb2
 
 log = logging.getLogger(__name__)

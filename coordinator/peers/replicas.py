@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from specwire.core import ModelInfo
-from specwire.estimate import clock
-from specwire.estimate.costs import CostModel
+from specwire.proposals.estimate import clock
+from specwire.proposals.estimate.costs import CostModel
 
 if TYPE_CHECKING:
     from coordinator.peers.link import Link

@@ -16,7 +16,6 @@ from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
-from specwire import tree
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict
 from specwire.errors import (
     InternalError,
@@ -26,14 +25,15 @@ from specwire.errors import (
     ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.estimate import clock
-from specwire.prepared import PreparedProposals
+from specwire.proposals import tree
+from specwire.proposals.estimate import clock
+from specwire.proposals.prepared import PreparedProposals
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from specwire.support import certain
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2
-from specwire.wire import model as wire
-from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 
 log = logging.getLogger(__name__)
 

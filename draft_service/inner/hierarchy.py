@@ -19,8 +19,8 @@ from specwire.core import SamplingParams
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import Job
 from specwire.errors import SpecwireError
-from specwire.estimate.costs import CostModel
-from specwire.estimate.rates import Rate
+from specwire.proposals.estimate.costs import CostModel
+from specwire.proposals.estimate.rates import Rate
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from specwire.config.services import DraftConfig
 from specwire.config.speculative import INNER_METHODS
 from specwire.engine import boot
 from specwire.errors import ModelLoadError
-from specwire.tokenizer import load as load_tokenizer
+from specwire.text.tokenizer import load as load_tokenizer
 
 
 def hierarchy(config: DraftConfig) -> Hierarchy | None:

@@ -17,7 +17,7 @@ from specwire.engine.batch import Feed, Feeds
 from specwire.engine.device import Runner
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 
 _LOOK = Look(0, 0.6)
 _RATE, _MAX_JUMP = 0.2, 4.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from specwire.estimate.rates import Rate, best_length, expected_tokens
+from specwire.proposals.estimate.rates import Rate, best_length, expected_tokens
 
 MOST_GUESSES = 16
 """In one pass."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from draft_service.inner.pace import MOST_GUESSES, Look
 from draft_service.inner.stream import Asked
 from specwire.config.speculative import NGRAM, SpeculativeConfig
-from specwire.history import MAX_CONTINUATIONS, History, likeliest_path
+from specwire.proposals.history import MAX_CONTINUATIONS, History, likeliest_path
 
 
 class TextMemory(History):

@@ -6,11 +6,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire.config.client import ClientConfig
+from specwire.config.security.tls import Credentials
 from specwire.errors import ServiceUnavailableError
 from specwire.rpc import statuses
 from specwire.rpc.channel import open_channel
 from specwire.rpc.connecting import CLIENT, explain
-from specwire.security.tls import Credentials
 
 SERVING = "SERVING"
 

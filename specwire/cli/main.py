@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from specwire import parent, preflight
+from specwire import parent
 from specwire.cli import generate, replicas, serve
 from specwire.cli.signals import end_on_signals
 from specwire.cli.supervisor import Stack
-from specwire.config import extras
+from specwire.config import extras, preflight
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import check_environment
 from specwire.config.flags import add_config_file, as_given, read_config
@@ -217,7 +217,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _token(args: argparse.Namespace) -> int:
-    from specwire.security import bearer as tokens
+    from specwire.config.security import bearer as tokens
 
     limits = {name: getattr(args, name) for name in ("max_running", "max_waiting", "max_tokens", "expires")}
     token, line = tokens.make_token(args.name, **limits)

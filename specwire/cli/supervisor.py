@@ -21,16 +21,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, Self
 
-from specwire import interrupts, preflight
 from specwire.cli.kept import KeptService, pause_s
 from specwire.cli.process import STOP_MARGIN_S, Service, wait_ready
+from specwire.config import preflight
 from specwire.config.fields import next_address
 from specwire.config.flags import env_name, flag_words
 from specwire.config.models import EMBEDDED, NO_DRAFT
+from specwire.config.security.bearer import make_token, token_line
 from specwire.config.serve import ServeConfig
 from specwire.config.services import CoordinatorConfig, ListenConfig, VerifyConfig
 from specwire.config.stack import StackConfig, UpConfig
-from specwire.security.bearer import make_token, token_line
+from specwire.rpc import interrupts
 from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)

@@ -24,17 +24,17 @@ from specwire.client.resume import RetryPolicy
 from specwire.client.spans import GenerationSpan, call_metadata
 from specwire.client.streaming import AsyncStream, Stream
 from specwire.completion import Completion
+from specwire.config.security.tls import TLS, Credentials
 from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
 from specwire.errors import RequestCancelledError, SpecwireError
 from specwire.rpc import channel
-from specwire.security.tls import TLS, Credentials
+from specwire.rpc.wire.client import generate_request
+from specwire.rpc.wire.model import model_info_from_proto
+from specwire.rpc.wire.tokenizer_files import TokenizerFiles, fetch
 from specwire.telemetry import tracing
 from specwire.telemetry.propagation import TraceContext
 from specwire.telemetry.tracing import Tracing
-from specwire.tokenizer_files import TokenizerFiles, fetch
 from specwire.v1 import generation_pb2
-from specwire.wire.client import generate_request
-from specwire.wire.model import model_info_from_proto
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_RETRY = RetryPolicy()

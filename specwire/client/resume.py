@@ -19,8 +19,8 @@ from specwire.errors import (
     SpecwireError,
     StreamIdleError,
 )
+from specwire.rpc.wire.client import chunk_from_proto, resume_info_from_proto, resuming_request
 from specwire.v1 import generation_pb2
-from specwire.wire.client import chunk_from_proto, resume_info_from_proto, resuming_request
 
 _LONGEST_PAUSE_FACTOR = 10
 

@@ -20,8 +20,8 @@ from specwire.completion import Chunk, Completion, Token
 from specwire.core import MAX_UNACKNOWLEDGED_TOKENS
 from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
 from specwire.rpc import private
+from specwire.rpc.wire.client import acknowledgement, completion_from_proto
 from specwire.v1 import generation_pb2
-from specwire.wire.client import acknowledgement, completion_from_proto
 
 Metadata = Sequence[tuple[str, str]]
 _MAX_ACKNOWLEDGE_DELAY_S = 1.0

@@ -31,7 +31,7 @@ from specwire.config.fields import (
     one_of,
 )
 from specwire.config.flags import CheckedConfig, option, secret
-from specwire.security.tls import TLS, read_token
+from specwire.config.security.tls import TLS, read_token
 
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 """Formats of `specwire.http.tools`."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from specwire.config.flags import Check, did_you_mean, flag_name, option
+from specwire.config.security.tls import is_loopback
 from specwire.errors import ConfigError
-from specwire.security.tls import is_loopback
-from specwire.tokenizer import read_chat_template
+from specwire.text.tokenizer import read_chat_template
 
 AUTO = "auto"
 DNS = "dns:///"

@@ -12,7 +12,7 @@ from specwire.config.fields import AUTO
 from specwire.config.flags import flag_name
 from specwire.config.models import RULES, parse_max_depth, parse_num_draft_tokens
 from specwire.core import SamplingParams
-from specwire.grammar import Grammar
+from specwire.text.grammar import Grammar
 
 
 def add_sampling_flags(

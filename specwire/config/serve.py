@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from specwire import cuda, ports
-from specwire.config import extras
+from specwire.config import cuda, extras, ports
 from specwire.config.client import HttpConfig
 from specwire.config.fields import AUTO, between, check, check_address, check_host
 from specwire.config.flags import option, same, secret

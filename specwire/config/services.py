@@ -68,6 +68,7 @@ from specwire.config.models import (
     prefix_sharing_option,
     speculative_config_option,
 )
+from specwire.config.security.tls import TLS, Credentials
 from specwire.config.speculative import (
     DFLASH,
     DRAFT_MODEL,
@@ -83,7 +84,6 @@ from specwire.config.speculative import (
     parse_speculative_config,
 )
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
-from specwire.security.tls import TLS, Credentials
 
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must have a certificate of theirs"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must send one"

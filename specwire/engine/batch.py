@@ -20,9 +20,9 @@ import numpy.typing as npt
 from specwire.engine.cache.copies import SlotCopies
 from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache, runs_of, slots_of
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from specwire.proposals.tree import TokenTree
 from specwire.rule.columns import padded
 from specwire.support import IntArray
-from specwire.tree import TokenTree
 
 
 class Feed(NamedTuple):

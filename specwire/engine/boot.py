@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from specwire import embedded, tokenizer_files
+from specwire import embedded
 from specwire.config.models import EMBEDDED, EMULATED
+from specwire.config.preflight.memory import gigabytes
 from specwire.config.services import ModelServiceConfig
 from specwire.config.speculative import DRAFT_MODEL
 from specwire.core import ModelInfo
@@ -32,14 +33,14 @@ from specwire.engine.place import place
 from specwire.engine.thread import ComputeThread
 from specwire.engine.threads import ThreadCount, known_cores
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
-from specwire.preflight.memory import gigabytes
 from specwire.rpc import process
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire import tokenizer_files
+from specwire.rpc.wire.tokenizer_files import NO_FILES, TokenizerFiles
 from specwire.telemetry.logs import NOTICE
-from specwire.tokenizer import Tokenizer
-from specwire.tokenizer import load as load_tokenizer
-from specwire.tokenizer_files import NO_FILES, TokenizerFiles
+from specwire.text.tokenizer import Tokenizer
+from specwire.text.tokenizer import load as load_tokenizer
 from specwire.v1 import common_pb2
-from specwire.wire import model as wire
 
 log = logging.getLogger(__name__)
 

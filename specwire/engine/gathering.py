@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 
 
 class Gathering:

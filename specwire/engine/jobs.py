@@ -17,9 +17,9 @@ from specwire.errors import (
     PrefixMismatchError,
     RequestCancelledError,
 )
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
+from specwire.proposals.tree import TokenTree, follow
 from specwire.rule.columns import Encoded
-from specwire.tree import TokenTree, follow
 
 MAX_CATCH_UP_TOKENS = 8
 """A round leaves one or two tokens that the cache lacks; a draft that was skipped leaves a few more."""

@@ -49,8 +49,8 @@ from specwire.errors import (
     ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.estimate import clock
-from specwire.estimate.costs import CostModel
+from specwire.proposals.estimate import clock
+from specwire.proposals.estimate.costs import CostModel
 
 _MAX_DELAY = 0.1
 """Background jobs may lengthen a step by at most this share of its time without them."""

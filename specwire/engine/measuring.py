@@ -13,7 +13,7 @@ import numpy as np
 
 from specwire.engine.batch import Feed
 from specwire.engine.device import Runner
-from specwire.estimate.costs import CostModel
+from specwire.proposals.estimate.costs import CostModel
 
 _SIZES = ((1, 1), (1, 5), (1, 17), (8, 1), (8, 5), (32, 1))
 """Sequences of a pass, and tokens of each: plain decoding, a chain, a tree, and many streams."""

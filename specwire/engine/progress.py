@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from specwire.engine.replies import Replies
 from specwire.errors import ServiceUnavailableError
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 
 log = logging.getLogger(__name__)
 

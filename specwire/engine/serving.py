@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specwire.core import Timings
 from specwire.engine.jobs import Job
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 from specwire.telemetry import semantics as names
 from specwire.telemetry.propagation import TraceContext
 from specwire.telemetry.tracing import Span, SpanKind, Tracing

@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from specwire.config.security.bearer import Principal
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import DeadlineExceededError, InternalError, InvalidRequestError, SpecwireError
 from specwire.rpc.draining import Drain
 from specwire.rpc.slots import Slots
-from specwire.security.bearer import Principal
+from specwire.rpc.wire import columns
 from specwire.v1 import common_pb2
-from specwire.wire import columns
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from specwire.config.client import HttpConfig
+from specwire.config.security.bearer import bearer_token
 from specwire.http.bodies import part
 from specwire.http.choices import Caller
 from specwire.http.errors import ApiError
 from specwire.http.model import Models, ServedModel
 from specwire.http.reading import BodyReader
-from specwire.security.bearer import bearer_token
 
 _MAX_TOKEN_LEN = 4096
 Kind = TypeVar("Kind", bound=part.Request)

@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specwire import AsyncClient, embedded, tokenizer_files
+from specwire import AsyncClient, embedded
 from specwire.config.client import HttpConfig
 from specwire.config.models import EMBEDDED
 from specwire.core import ModelInfo
 from specwire.errors import HandshakeError, ModelLoadError, ServiceUnavailableError
 from specwire.http.answer_cache import AnswerCache
-from specwire.tokenizer import Tokenizer
-from specwire.tokenizer_files import TokenizerFiles
+from specwire.rpc.wire import tokenizer_files
+from specwire.rpc.wire.tokenizer_files import TokenizerFiles
+from specwire.text.tokenizer import Tokenizer
 
 Spell = Callable[[int], str]
 """One token for display."""

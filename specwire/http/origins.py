@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from specwire.config.client import HttpConfig
 from specwire.config.fields import comma_separated, split_address
+from specwire.config.security.tls import is_loopback
 from specwire.http.errors import ApiError
-from specwire.security.tls import is_loopback
 
 ANY = "*"
 

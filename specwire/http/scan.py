@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from specwire.core import MAX_LOGIT_BIASES
 from specwire.http.errors import ApiError
-from specwire.wire.client import MAX_MESSAGES
+from specwire.rpc.wire.client import MAX_MESSAGES
 
 _MAX_VALUES = 1 << 17
 """In addition to the tokens of one prompt, so that several prompts may be token ids."""

@@ -14,11 +14,11 @@ import uvicorn
 from specwire import AsyncClient
 from specwire.config.client import HttpConfig
 from specwire.config.fields import split_address
+from specwire.config.security.reloading import ReloadingFile
+from specwire.config.security.tls import read_pair
 from specwire.errors import ConfigError
 from specwire.http.app import Front
 from specwire.http.connections import Connections, ListeningSocket
-from specwire.security.reloading import ReloadingFile
-from specwire.security.tls import read_pair
 from specwire.telemetry import tracing
 
 log = logging.getLogger(__name__)

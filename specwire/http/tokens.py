@@ -15,7 +15,7 @@ from specwire.http.bodies.part import invalid
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from specwire.http.entry import Entry
 from specwire.http.model import Models, ServedModel
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 
 
 class TokenEndpoints:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from specwire.security.tls import PLAINTEXT, CredentialBundle, Credentials
+from specwire.config.security.tls import PLAINTEXT, CredentialBundle, Credentials
 
 _LONGEST_CALL_S = 7 * 24 * 3600.0
 

@@ -29,11 +29,11 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
+from specwire.config.security.bearer import Principal, Tokens, bearer_token
 from specwire.errors import DeadlineExceededError, InvalidRequestError, UnauthenticatedError
 from specwire.rpc import listening
 from specwire.rpc.draining import Drain
 from specwire.rpc.slots import Slots
-from specwire.security.bearer import Principal, Tokens, bearer_token
 
 _OURS = "/specwire."
 _HEALTH = f"/{health.SERVICE_NAME}/"

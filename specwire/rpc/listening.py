@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 
 from specwire.config.fields import split_address
+from specwire.config.security.bearer import Principal, Tokens
+from specwire.config.security.reloading import ReloadingFile
+from specwire.config.security.tls import read_authorities, read_pair
 from specwire.config.services import ListenConfig
 from specwire.errors import ConfigError
-from specwire.security.bearer import Principal, Tokens
-from specwire.security.reloading import ReloadingFile
-from specwire.security.tls import read_authorities, read_pair
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from specwire import interrupts, parent
+from specwire import parent
 from specwire.config.flags import as_given
 from specwire.errors import SpecwireError
-from specwire.rpc import descriptors, private
+from specwire.rpc import descriptors, interrupts, private
 from specwire.telemetry import logs, stacks
 
 log = logging.getLogger(__name__)

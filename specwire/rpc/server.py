@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specwire import errors
 from specwire.config.fields import split_address
+from specwire.config.security.bearer import Tokens
 from specwire.config.services import ServiceConfig
 from specwire.errors import ConfigError, SpecwireError
 from specwire.rpc import descriptors, listening
@@ -21,7 +22,6 @@ from specwire.rpc.channel import KEEPALIVE
 from specwire.rpc.draining import Drain
 from specwire.rpc.interceptor import NUM_PASSING_STREAMS, Interceptor
 from specwire.rpc.statuses import to_status
-from specwire.security.bearer import Tokens
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from specwire import chains, tree
 from specwire.core import NO_TOKEN, Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.errors import InternalError
+from specwire.proposals import chains, tree
 from specwire.rule.kseq import Selection
 from specwire.rule.random import DoubleArray, Purpose, uniforms
 from specwire.rule.random import uniform as uniform_at
@@ -222,7 +222,7 @@ def accept_by_kseq(
     are draws from one distribution, whatever decided about the tokens before.
 
     Args:
-        proposal: chains of one length, see `specwire.chains`.
+        proposal: chains of one length, see `specwire.proposals.chains`.
         verdict: the target on its supports.
         accept_uniforms: in [0, 1), by draft position and chain, independent of those that sampled the tokens.
         residual_uniforms: [γ] in [0, 1), independent of both.

@@ -16,8 +16,8 @@ from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Setting
 from specwire import SamplingParams
 from specwire.engine.emulated import EmulatedModel
-from specwire.estimate import clock
-from specwire.estimate.rates import best_length
+from specwire.proposals.estimate import clock
+from specwire.proposals.estimate.rates import best_length
 from specwire.v1 import generation_pb2
 
 TARGET_MS, DRAFT_MS = 30.0, 3.0

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from specwire import TLS, Client, SamplingParams
-from specwire.security.bearer import make_token
+from specwire.config.security.bearer import make_token
 from tests.support.certificates import Authority
 from tests.support.manifests import COMPONENT, Manifests, Object, Pod, composed
 from tests.support.processes import START_S

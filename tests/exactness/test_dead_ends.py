@@ -15,8 +15,9 @@ import pytest
 import regex
 from scipy import stats
 
-from specwire import Completion, FinishReason, Grammar, InvalidRequestError, Rule, SamplingParams, chains
+from specwire import Completion, FinishReason, Grammar, InvalidRequestError, Rule, SamplingParams
 from specwire.core import NO_TOKEN, Proposal, Verdict
+from specwire.proposals import chains
 from specwire.rule.acceptance import accept
 from specwire.rule.random import Purpose, uniform
 from specwire.support import Support

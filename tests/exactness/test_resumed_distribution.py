@@ -9,7 +9,7 @@ import pytest
 
 from specwire import Rule, SamplingParams
 from specwire.completion import Completion
-from specwire.wire import client as client_wire
+from specwire.rpc.wire import client as client_wire
 from tests.support.harness import local_stack
 from tests.support.markov_distribution import fit_p_value
 from tests.support.pairs import markov_logits, markov_model

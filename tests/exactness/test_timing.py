@@ -35,11 +35,11 @@ from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
 from specwire.engine.emulated import EmulatedModel
+from specwire.rpc.wire import client as client_wire
 from specwire.rule.columns import Rows
 from specwire.rule.random import Purpose, uniform
 from specwire.support import IntArray
 from specwire.v1 import draft_pb2, generation_pb2
-from specwire.wire import client as client_wire
 from tests.support.statistics import FALSE_ALARM_RATE, chi_square_p_value
 
 PROMPT_TOKEN = 3

@@ -12,8 +12,8 @@ import pytest
 
 from specwire import Completion, Rule, SamplingParams
 from specwire.core import Proposal
+from specwire.rpc.wire import proposals
 from specwire.v1 import common_pb2
-from specwire.wire import proposals
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.tiny_models import CONTEXT_LEN, FAMILIES, VOCAB_SIZE, WINDOW

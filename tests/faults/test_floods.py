@@ -17,7 +17,7 @@ import pytest
 from specwire import AsyncClient, Client, Completion, RequestCancelledError, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli.process import Service, wait_ready
-from specwire.security.bearer import make_token
+from specwire.config.security.bearer import make_token
 from tests.support import report
 from tests.support.effort import CHAOS, sized
 from tests.support.flood import GENERATE, WATCH, flood

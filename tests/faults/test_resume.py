@@ -29,8 +29,8 @@ from specwire import (
 from specwire.config.link import Link
 from specwire.core import ModelInfo
 from specwire.rpc import statuses
+from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
 from tests.support import texts
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 from tests.support.raw_streams import Wire

@@ -22,8 +22,8 @@ from specwire.client.streaming import AsyncStream
 from specwire.config.link import Link
 from specwire.core import MIN_CREDIT_TOKENS
 from specwire.rpc.statuses import from_rpc_error
+from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2_grpc
-from specwire.wire import client as client_wire
 from tests.support import report
 from tests.support.cancels import Engines, idle_after_s
 from tests.support.effort import sized

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from specwire import Client, SamplingParams, SpecwireError
-from specwire.interrupts import SAID
+from specwire.rpc.interrupts import SAID
 from tests.support.processes import START_S, Command, running, wait_until
 
 END_S = 3.0

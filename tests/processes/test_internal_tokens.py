@@ -15,9 +15,9 @@ from specwire import Client, Rule, SamplingParams, UnauthenticatedError
 from specwire.cli import main as cli
 from specwire.cli.process import Service
 from specwire.cli.supervisor import Stack
+from specwire.config.security.bearer import make_token
 from specwire.config.stack import UpConfig
 from specwire.rpc.statuses import from_rpc_error
-from specwire.security.bearer import make_token
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
 
 pytestmark = pytest.mark.slow

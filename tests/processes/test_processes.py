@@ -18,8 +18,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specwire import Client, Completion, SamplingParams, interrupts
+from specwire import Client, Completion, SamplingParams
 from specwire.completion import Stage
+from specwire.rpc import interrupts
 from tests.support.pairs import save_target
 from tests.support.processes import END_S, START_S, Command, running, wait_until
 

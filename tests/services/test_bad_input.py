@@ -23,9 +23,9 @@ from specwire import (
     Rule,
     SamplingParams,
 )
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import VerifyOrder
 from specwire.v1 import common_pb2
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import VerifyOrder
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import (

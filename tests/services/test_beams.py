@@ -19,8 +19,8 @@ import torch
 import coordinator.service
 from specwire import Client, Completion, Grammar, InvalidRequestError, Rule, SamplingParams, UnsupportedError
 from specwire.config.services import CoordinatorConfig
+from specwire.rpc.wire.client import generate_request, resume_info_from_proto, resuming_request
 from specwire.v1 import generation_pb2_grpc
-from specwire.wire.client import generate_request, resume_info_from_proto, resuming_request
 from tests.support import encoder_decoders, tiny_models
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 from tests.support.languages import save_speaker

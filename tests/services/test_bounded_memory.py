@@ -14,12 +14,12 @@ import torch
 
 from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError, Rule, SamplingParams
 from specwire.config.flags import flag_name
+from specwire.config.preflight.memory import _cgroup
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.model import memory
 from specwire.engine.model.memory import free_bytes, total_bytes
 from specwire.engine.model.runner import ModelRunner
-from specwire.preflight.memory import _cgroup
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.together import sampled

@@ -13,8 +13,8 @@ import pytest
 import coordinator.service
 from coordinator.requests import cache_salt
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams
+from specwire.config.security.bearer import make_token
 from specwire.config.services import CoordinatorConfig
-from specwire.security.bearer import make_token
 from tests.support.fronts import fronted
 from tests.support.harness import LocalStack, LoopThread, local_stack
 

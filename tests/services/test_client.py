@@ -28,9 +28,9 @@ from specwire import (
     UnsupportedError,
 )
 from specwire.client.streaming import Stream
-from specwire.tokenizer import Tokenizer
+from specwire.rpc.wire.client import generate_request
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
-from specwire.wire.client import generate_request
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_target

@@ -37,12 +37,12 @@ from specwire import (
 )
 from specwire.cli import main as cli
 from specwire.cli.supervisor import generate_line
+from specwire.config.security.bearer import make_token
+from specwire.config.security.tls import PLAINTEXT, Credentials, is_loopback
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.rpc.channel import open_channel
 from specwire.rpc.connecting import CLIENT, PEER
-from specwire.security.bearer import make_token
-from specwire.security.tls import PLAINTEXT, Credentials, is_loopback
 from specwire.v1 import (
     draft_pb2,
     draft_pb2_grpc,
@@ -384,7 +384,9 @@ class TestRotation:
                 async with AsyncClient(stack.address, tls=keys.tls(), token=keys.token) as client:
                     await client.get_model_info()
         messages = [
-            record.getMessage() for record in caplog.records if record.name == "specwire.security.reloading"
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "specwire.config.security.reloading"
         ]
         assert len(messages) == 2  # once for each, not at every connection
         assert keys.token not in str(messages)

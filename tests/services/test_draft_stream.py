@@ -18,8 +18,8 @@ from specwire.config.services import DraftConfig
 from specwire.core import Preparation
 from specwire.engine import boot
 from specwire.errors import InternalError
+from specwire.rpc.wire.draft import DraftOrder
 from specwire.rule.random import Purpose, uniforms
-from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, draft_stream, opening
 
 PARAMS = SamplingParams(seed=1, rule=Rule.REJECTION)

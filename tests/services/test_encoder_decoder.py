@@ -21,8 +21,8 @@ from specwire import (
 )
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
+from specwire.rpc.wire.client import chunk_from_proto, generate_request
 from specwire.v1 import generation_pb2_grpc
-from specwire.wire.client import chunk_from_proto, generate_request
 from tests.support import encoder_decoders, vocabularies
 from tests.support.encoder_decoders import LENGTH, START
 from tests.support.harness import LocalStack, local_stack

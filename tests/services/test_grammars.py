@@ -30,9 +30,9 @@ from specwire import (
     SamplingParams,
     UnsupportedError,
 )
+from specwire.rpc.wire.model import sampling_to_proto
+from specwire.rpc.wire.verify import VerifyOrder
 from specwire.v1 import verify_pb2
-from specwire.wire.model import sampling_to_proto
-from specwire.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, local_stack
 from tests.support.languages import REGEX, TEXTS, allowed, save_speaker
 from tests.support.markov_distribution import PROMPT

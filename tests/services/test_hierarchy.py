@@ -27,7 +27,7 @@ from specwire.config.stack import UpConfig
 from specwire.core import Proposal
 from specwire.engine import boot
 from specwire.errors import ConfigError, ModelLoadError
-from specwire.wire.draft import DraftOrder
+from specwire.rpc.wire.draft import DraftOrder
 from tests.support import vocabularies
 from tests.support.draft_streams import draft_stream, opening
 from tests.support.harness import LocalStack, local_stack

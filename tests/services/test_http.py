@@ -19,7 +19,7 @@ from specwire.cli.supervisor import Stack
 from specwire.config.client import HttpConfig
 from specwire.config.stack import UpConfig
 from specwire.http.model import Models
-from specwire.tokenizer_files import TokenizerFiles
+from specwire.rpc.wire.tokenizer_files import TokenizerFiles
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.processes import wait_until
 

@@ -14,11 +14,11 @@ import pytest
 
 from specwire import errors
 from specwire.config.client import HttpConfig
+from specwire.config.security.bearer import make_token
 from specwire.errors import ConfigError
 from specwire.http import server
 from specwire.http.errors import api_error
 from specwire.http.model import Models
-from specwire.security.bearer import make_token
 from tests.support.certificates import Authority
 from tests.support.fronts import Fronted, front, fronted
 from tests.support.harness import LoopThread, local_stack

@@ -10,11 +10,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from specwire import SamplingParams, __version__, embedded, tokenizer
+from specwire import SamplingParams, __version__, embedded
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
+from specwire.text import tokenizer
 from tests.support.fronts import CHAT_TEMPLATE, Fronted, front, fronted
 
 ELSEWHERE = "https://app.example"

@@ -16,12 +16,12 @@ import httpx2
 import pytest
 
 from specwire.config.client import HttpConfig
+from specwire.config.security.bearer import make_token
 from specwire.errors import UnauthenticatedError
 from specwire.http import answer_cache, connections, reading
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.errors import ApiError
 from specwire.http.origins import Origins
-from specwire.security.bearer import make_token
 from tests.support.certificates import Authority
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.harness import LocalStack, local_stack

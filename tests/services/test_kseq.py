@@ -13,12 +13,12 @@ import pytest
 
 from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
 from specwire.core import Fate, Preparation
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire import proposals
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import VerifyOrder
 from specwire.rule.random import Purpose, uniform
 from specwire.v1 import common_pb2
-from specwire.wire import model as wire
-from specwire.wire import proposals
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, sampling, verify
 from tests.support.pairs import save_good_draft, save_target

@@ -23,7 +23,7 @@ from specwire.config.services import DraftConfig
 from specwire.config.stack import UpConfig
 from specwire.core import Learning
 from specwire.errors import ConfigError
-from specwire.wire import model as wire
+from specwire.rpc.wire import model as wire
 from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.pairs import markov_model
 from tests.support.processes import wait_until

@@ -23,12 +23,12 @@ from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.replies import Result, into_future
 from specwire.errors import RequestCancelledError
-from specwire.estimate.forecast import Forecast, SharedForecast
-from specwire.pushes import Arrived
+from specwire.proposals.estimate.forecast import Forecast, SharedForecast
+from specwire.proposals.pushes import Arrived
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire.draft import DraftOrder
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-from specwire.wire import draft as draft_wire
-from specwire.wire.draft import DraftOrder
 from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
 from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target

@@ -9,7 +9,7 @@ import pytest
 
 from specwire.errors import InvalidRequestError
 from specwire.rpc.statuses import from_rpc_error
-from specwire.wire.verify import VerifyOrder
+from specwire.rpc.wire.verify import VerifyOrder
 from tests.support import model_streams
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import verify

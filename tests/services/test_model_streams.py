@@ -16,12 +16,12 @@ import pytest
 import draft_service.service
 import verify_service.service
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
+from specwire.config.security.bearer import Principal, make_token
 from specwire.config.services import DraftConfig, VerifyConfig
 from specwire.engine.streams import Limits, ModelStream
 from specwire.errors import DeadlineExceededError, ServiceDrainingError
-from specwire.security.bearer import Principal, make_token
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import VerifyOrder
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, LoopThread, local_stack
 from tests.support.model_streams import (
     RawStream,

@@ -24,13 +24,13 @@ from specwire import (
 )
 from specwire.core import MAX_PATH_LEN, Load, Logprobs, Proposal, Timings, Verdict
 from specwire.errors import InternalError
+from specwire.rpc.wire import columns, proposals
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.draft import DraftAnswer, PreparedAnswer
+from specwire.rpc.wire.verify import VerifyAnswer
 from specwire.support import Support
 from specwire.v1 import common_pb2
-from specwire.wire import columns, proposals
-from specwire.wire import draft as draft_wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.draft import DraftAnswer, PreparedAnswer
-from specwire.wire.verify import VerifyAnswer
 from tests.support.harness import LocalStack, local_stack
 from tests.support.mutations import mutated_message
 

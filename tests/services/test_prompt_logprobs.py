@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specwire import Completion, InvalidRequestError, SamplingParams, embedded, tokenizer
+from specwire import Completion, InvalidRequestError, SamplingParams, embedded
+from specwire.text import tokenizer
 from tests.support.fronts import Fronted, fronted
 
 LONG = [(7 * i * i + 3 * i) % 2000 for i in range(150)]

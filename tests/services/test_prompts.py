@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.prompts import fitted
 from specwire import Client, SamplingParams
+from specwire.config.security.bearer import make_token
 from specwire.core import ModelInfo
 from specwire.errors import (
     ContextLengthError,
@@ -20,8 +21,7 @@ from specwire.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
 )
-from specwire.security.bearer import make_token
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
 from tests.support.processes import wait_until

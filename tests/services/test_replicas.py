@@ -33,7 +33,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
 )
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 from specwire.v1 import generation_pb2
 from tests.support.pairs import save_good_draft, save_target
 

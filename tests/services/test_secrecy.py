@@ -10,8 +10,8 @@ import pytest
 
 from specwire import Client, InvalidRequestError, SamplingParams, UnauthenticatedError
 from specwire.config.environment import check_environment
+from specwire.config.security.bearer import make_token
 from specwire.engine.group import control
-from specwire.security.bearer import make_token
 from tests.support import texts
 from tests.support.harness import local_stack
 from tests.support.otlp_receiver import OtlpReceiver

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specwire import Client, Completion, FinishReason, SamplingParams
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 from tests.support.harness import local_stack
 
 PROMPT = "The quick brown"

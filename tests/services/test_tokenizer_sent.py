@@ -14,9 +14,10 @@ import pytest
 
 import coordinator.service
 import verify_service.service
-from specwire import Client, SamplingParams, embedded, tokenizer
+from specwire import Client, SamplingParams, embedded
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.errors import HandshakeError
+from specwire.text import tokenizer
 from tests.support.fronts import front
 from tests.support.harness import LOOPBACK, LoopThread
 
@@ -89,7 +90,7 @@ def test_a_front_that_cannot_have_it_says_why(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is asked of it that needs the tokenizer, and nothing else."""
-    monkeypatch.setattr("specwire.tokenizer_files.MAX_BYTES", 1_000)
+    monkeypatch.setattr("specwire.rpc.wire.tokenizer_files.MAX_BYTES", 1_000)
     for options, reason in (
         ({"tokenizer": f"{tmp_path}/none"}, f"{tmp_path}/none is not a directory"),
         ({}, "--tokenizer names"),
@@ -121,7 +122,7 @@ def test_replicas_have_the_same_tokenizer(thread: LoopThread, verify: str, tmp_p
 def test_a_tokenizer_that_cannot_be_sent_is_named(
     thread: LoopThread, verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specwire.tokenizer_files.MAX_BYTES", 1_000)
+    monkeypatch.setattr("specwire.rpc.wire.tokenizer_files.MAX_BYTES", 1_000)
     config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, grace_s=0.0)
     with (
         pytest.raises(HandshakeError, match=r"the tokenizer of model has files of 0\.\d MiB.*--tokenizer"),

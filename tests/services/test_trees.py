@@ -14,9 +14,9 @@ import torch
 from specwire import InvalidRequestError, Rule, SamplingParams, UnsupportedError
 from specwire.core import Preparation
 from specwire.engine.batch import Feed
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import VerifyOrder
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, verify
 from tests.support.pairs import save_good_draft, save_target

@@ -27,10 +27,10 @@ from specwire import Completion, Rule, SamplingParams
 from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict
 from specwire.engine import boot
 from specwire.engine.jobs import TokenSequence
+from specwire.rpc.wire import model as model_wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.v1 import generation_pb2_grpc, verify_pb2_grpc
-from specwire.wire import model as model_wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.verify import AheadOrder, VerifyOrder
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import raw_stream, verify
 from tests.support.paused import most_ahead, opening

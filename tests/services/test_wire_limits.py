@@ -28,12 +28,12 @@ from specwire.core import (
     Preparation,
     Proposal,
 )
-from specwire.grammar import MAX_CHOICES, MAX_SOURCE_LEN
+from specwire.rpc.wire.client import MAX_MESSAGES
+from specwire.rpc.wire.columns import MAX_TRACEPARENT_LEN
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import MAX_AHEAD_OF_MESSAGE, AheadOrder, VerifyOrder
+from specwire.text.grammar import MAX_CHOICES, MAX_SOURCE_LEN
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
-from specwire.wire.client import MAX_MESSAGES
-from specwire.wire.columns import MAX_TRACEPARENT_LEN
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import MAX_AHEAD_OF_MESSAGE, AheadOrder, VerifyOrder
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, sampling, verify
 from tests.support.refusals import our_errors

@@ -11,9 +11,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from specwire.core import Preparation
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import VerifyOrder
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, verify_pb2
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import VerifyOrder
 from tests.support.model_streams import draft, opening, sampling, verify
 
 MOST_TOKENS = 15

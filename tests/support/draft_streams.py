@@ -13,13 +13,13 @@ from specwire.core import SamplingParams
 from specwire.engine.boot import ModelService
 from specwire.engine.streams import Limits
 from specwire.errors import SpecwireError
-from specwire.pushes import Arrived
+from specwire.proposals.pushes import Arrived
+from specwire.rpc.wire import columns, proposals
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
 from specwire.telemetry.tracing import Tracing
 from specwire.v1 import common_pb2, draft_pb2
-from specwire.wire import columns, proposals
-from specwire.wire import draft as draft_wire
-from specwire.wire import model as wire
-from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
 
 
 class Received(NamedTuple):

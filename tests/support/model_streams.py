@@ -11,12 +11,12 @@ import grpc
 
 from specwire.errors import SpecwireError
 from specwire.rpc.statuses import from_rpc_error
+from specwire.rpc.wire import columns
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
-from specwire.wire import columns
-from specwire.wire import draft as draft_wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.draft import DraftOrder
-from specwire.wire.verify import AheadOrder, VerifyOrder
 from tests.support.harness import LocalStack
 
 _TIMEOUT_S = 30.0

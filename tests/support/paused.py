@@ -10,8 +10,8 @@ from specwire import (
     SamplingParams,
 )
 from specwire.core import MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
+from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2
-from specwire.wire import client as client_wire
 
 
 def most_ahead(round_len: int) -> int:

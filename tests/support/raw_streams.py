@@ -12,8 +12,8 @@ from specwire import (
 )
 from specwire.client.resume import ReceivedTokens
 from specwire.rpc import channel
+from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2, generation_pb2_grpc
-from specwire.wire import client as client_wire
 
 
 class Wire:

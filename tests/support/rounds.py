@@ -14,7 +14,7 @@ from coordinator.session import Session
 from coordinator.tally import Tally
 from specwire.completion import Chunk, ResumeInfo
 from specwire.core import ModelInfo, Outcome, Proposal, Rule, SamplingParams, Verdict
-from specwire.wire import client as wire
+from specwire.rpc.wire import client as wire
 
 WORDS = (" return", " if", " self", " n", ".items", "\n", "def", " push", " pop", "(")
 #   return ── self ── .items      two children of the prefix; kept is "return n", and "\n" follows

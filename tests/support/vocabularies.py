@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 
 TEXTS = [
     "def f(x):\n    return  x  +  1\n\n\nclass A:\n        pass  # a comment, 1713\n",

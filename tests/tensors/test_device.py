@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.quantizers import AutoHfQuantizer
 
+from specwire.config.preflight import quantised
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
@@ -24,7 +25,6 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError
-from specwire.preflight import quantised
 from tests.support.tiny_models import build, save
 from verify_service.verifier import VerifyDecider
 

@@ -22,7 +22,7 @@ from specwire.engine.model import encoder_decoder
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadError
-from specwire.tree import TokenTree, path_to
+from specwire.proposals.tree import TokenTree, path_to
 from tests.support import encoder_decoders
 from tests.support.encoder_decoders import FAMILIES, LENGTH, MAX_DISTANCE, START, own_logits
 from tests.support.logits_engine import LogitsEngine, Stream

@@ -16,7 +16,7 @@ from specwire.engine.model import mtp
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.mtp import MtpRunner
 from specwire.errors import ModelLoadError, ResourceExhaustedError
-from specwire.tree import TokenTree
+from specwire.proposals.tree import TokenTree
 from tests.support.mtp import drafted, save_mtp_target
 from tests.support.tiny_models import MTP_FAMILIES, build, save
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Phi3Config
 
+from specwire.config.preflight import lengths
+from specwire.config.preflight.sizes import text_config
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
 from specwire.engine.batch import Feed
@@ -24,8 +26,6 @@ from specwire.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
-from specwire.preflight import lengths
-from specwire.preflight.sizes import text_config
 from tests.support.tiny_models import (
     EXTRA_FAMILIES,
     FAMILIES,

@@ -26,7 +26,7 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.engine.replies import Replies
 from specwire.engine.schedule import Scheduler
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
-from specwire.tree import TokenTree, path_to
+from specwire.proposals.tree import TokenTree, path_to
 from tests.support.tiny_models import (
     CONTEXT_LEN,
     EXTRA_FAMILIES,

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.admission import Admission
 from specwire import ResourceExhaustedError, StreamIdleError
-from specwire.security.bearer import Principal
+from specwire.config.security.bearer import Principal
 
 
 class Work:

@@ -11,12 +11,12 @@ import pytest
 
 from specwire.core import Continuation, Load, Outcome, Proposal, Rule, SamplingParams, Timings, Verdict
 from specwire.errors import InvalidRequestError
-from specwire.prepared import PreparedProposals
+from specwire.proposals.prepared import PreparedProposals
+from specwire.rpc.wire import verify as wire
+from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from specwire.rule import acceptance
 from specwire.support import Support
 from specwire.v1 import verify_pb2
-from specwire.wire import verify as wire
-from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from verify_service.ahead import MAX_AHEAD, MAX_AHEAD_ENTRIES, Ahead
 
 GREEDY = SamplingParams(temperature=0, seed=1)

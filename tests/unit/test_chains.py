@@ -10,11 +10,11 @@ import pytest
 
 from coordinator.generation import Plan
 from coordinator.peers.checks import check_proposal
-from specwire import chains, tree
 from specwire.core import Proposal
 from specwire.errors import InternalError, InvalidRequestError
+from specwire.proposals import chains, tree
+from specwire.rpc.wire import proposals
 from specwire.support import Support
-from specwire.wire import proposals
 
 THE, CAT, DOG, A = 7, 3, 5, 1
 CHAINS = [[THE, CAT], [THE, DOG], [A, CAT], [THE, CAT]]

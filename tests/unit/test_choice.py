@@ -16,8 +16,8 @@ from coordinator.length.choice import Prospects, SharedChoice
 from coordinator.length.planners import AdaptiveLength, FixedLength, Length, choose
 from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, WAYS, Beliefs, Seen, Way
 from specwire.core import Load, ModelInfo, Outcome, Proposal, Verdict
-from specwire.estimate.costs import CostModel
-from specwire.estimate.rates import best_length
+from specwire.proposals.estimate.costs import CostModel
+from specwire.proposals.estimate.rates import best_length
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95])

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from specwire.estimate import clock
+from specwire.proposals.estimate import clock
 
 
 def test_a_moment_has_its_date() -> None:

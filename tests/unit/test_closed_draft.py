@@ -16,10 +16,10 @@ from coordinator.peers.link import Link
 from coordinator.peers.waits import Waits
 from specwire.core import Preparation, Proposal, SamplingParams, Timings
 from specwire.errors import ServiceUnavailableError
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire.draft import DraftAnswer, DraftOrder
 from specwire.v1 import draft_pb2
-from specwire.wire import draft as draft_wire
-from specwire.wire import model as wire
-from specwire.wire.draft import DraftAnswer, DraftOrder
 
 VOCAB_SIZE = 100
 

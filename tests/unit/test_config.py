@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from specwire import cuda
 from specwire.cli.serve import about_draft, add_command
-from specwire.config import flags
+from specwire.config import cuda, flags
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import ALL_CONFIGS, check_environment

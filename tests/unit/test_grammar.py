@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specwire import Grammar, InvalidRequestError, SamplingParams
-from specwire.grammar import MAX_CHOICES, MAX_SOURCE_LEN
+from specwire.text.grammar import MAX_CHOICES, MAX_SOURCE_LEN
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "grammar=nothing: give exactly one of"),

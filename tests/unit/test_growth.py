@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specwire import tree
 from specwire.core import MAX_TREE_NODES
-from specwire.estimate.calibration import NUM_RANKS, Calibration
-from specwire.estimate.growth import TreeGrowth
+from specwire.proposals import tree
+from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
+from specwire.proposals.estimate.growth import TreeGrowth
 
 SHARES = [0.45, 0.25, 0.15, 0.09]
 

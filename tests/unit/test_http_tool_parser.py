@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from specwire import embedded, tokenizer
+from specwire import embedded
 from specwire.http.tools.calls import Calls
 from specwire.http.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, Format, detected
 from specwire.http.tools.json_scan import JsonScan
 from specwire.http.tools.parser import Arguments, CallBegins, Content, Event, ToolParser
+from specwire.text import tokenizer
 
 NAMES = {"now", "f"}
 NOW = '{"name": "now", "arguments": {"zone": "UTC"}}'

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specwire import chains, tree
 from specwire.core import Proposal, Rule, SamplingParams, Verdict
+from specwire.proposals import chains, tree
 from specwire.rule import acceptance, kseq
 from specwire.rule.acceptance import accept, accept_by_kseq, accept_by_rejection, acceptance_probability
 from specwire.rule.kseq import Selection

@@ -17,28 +17,22 @@ from tests.support.imports import (
 )
 
 ORDER = (
-    ("cuda", "ports", "errors", "interrupts", "parent", "v1", "embedded"),
-    ("schema_unions",),
-    ("schema",),
-    ("grammar",),
-    ("core", "support", "tokenizer"),
-    ("tree", "history", "token_texts", "tokenizer_files"),
-    ("chains",),
-    ("prepared", "pushes"),
-    ("completion",),
-    *(
-        ("estimate",),
-        ("rule",),
-        ("security",),
-        ("wire",),
-        ("config",),
-        ("preflight",),
-        ("telemetry",),
-        ("rpc",),
-    ),
+    ("errors", "parent", "v1", "embedded"),
+    ("text",),
+    ("core", "support"),
+    ("completion", "proposals"),
+    *(("rule",), ("config",), ("telemetry",), ("rpc",)),
     *(("engine",), ("client",), ("http",), ("cli",)),
 )
 """The folders of `specwire/` and its modules beside them: each imports only from those before it."""
+
+WITHIN = {
+    "text": (("schema_unions",), ("schema",), ("grammar", "tokenizer"), ("token_texts",)),
+    "proposals": (("tree", "history"), ("chains",), ("prepared", "pushes"), ("estimate",)),
+    "config": (("cuda", "ports", "security"), ("",), ("preflight",)),
+    "rpc": (("interrupts", "wire"), ("",)),
+}
+"""The order within some of these folders; "" is all that is not named."""
 
 WITH_GRPC = {
     *(f"{service}/{name}.py" for service in SERVICES for name in ("__main__", "service", "servicer")),
@@ -82,6 +76,24 @@ def test_folders_import_from_those_before_them() -> None:
         found = {name.split(".")[1] for name in imports(path) if name.startswith("specwire.")}
         found = {name for name in found if name in level} - {own}
         assert all(level[name] < level[own] for name in found), (path, found)
+
+
+@pytest.mark.parametrize("folder", WITHIN)
+def test_rooms_have_an_order_too(folder: str) -> None:
+    level = {name: number for number, names in enumerate(WITHIN[folder]) for name in names}
+    prefix = f"specwire.{folder}."
+    for path in sources(f"specwire/{folder}"):
+        own = path.relative_to(ROOT / "specwire" / folder).with_suffix("").parts[0]
+        own = own if own in level else ""
+        found = {name.removeprefix(prefix).split(".")[0] for name in imports(path) if name.startswith(prefix)}
+        found = {name if name in level else "" for name in found} - {own}
+        assert all(level[name] < level[own] for name in found), (path, found)
+
+
+def test_specwire_is_seen_at_a_glance() -> None:
+    there = [path for path in (ROOT / "specwire").iterdir() if path.name != "__pycache__"]
+    assert sum(path.suffix == ".py" and path.stem != "__init__" for path in there) <= 8
+    assert sum(path.is_dir() for path in there) <= 12
 
 
 def test_every_folder_has_its_place() -> None:
@@ -200,7 +212,15 @@ def test_the_books_know_no_device() -> None:
 
 
 def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:
-    for name in ("rule/acceptance", "rule/kseq", "rule/sampling", "core", "errors", "tree", "chains"):
+    for name in (
+        "rule/acceptance",
+        "rule/kseq",
+        "rule/sampling",
+        "core",
+        "errors",
+        "proposals/tree",
+        "proposals/chains",
+    ):
         found = packages(imports(ROOT / f"specwire/{name}.py"))
         assert not found & {"time", "random", "asyncio", "threading", "socket", "os"}, name
 

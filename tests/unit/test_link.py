@@ -14,11 +14,11 @@ from coordinator.peers.link import MAX_PUSHES, Link
 from specwire import ServiceUnavailableError
 from specwire.core import Load, Proposal, SamplingParams, Timings, Verdict
 from specwire.errors import InternalError, ResourceExhaustedError, SpecwireError
+from specwire.rpc.wire import columns
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from specwire.v1 import common_pb2, verify_pb2
-from specwire.wire import columns
-from specwire.wire import model as wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 
 VOCAB_SIZE = 8
 OPENING = wire.open_sequence(SamplingParams(temperature=0, seed=1), 3)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specwire.core import Proposal
-from specwire.estimate.forecast import Forecast, SharedForecast
-from specwire.prepared import PreparedProposals
+from specwire.proposals.estimate.forecast import Forecast, SharedForecast
+from specwire.proposals.prepared import PreparedProposals
 from specwire.support import Support
 
 PROMPT = [1, 2, 3]

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from specwire.errors import InvalidRequestError
-from specwire.pushes import (
+from specwire.proposals.pushes import (
     INITIAL_BYTES,
     MAX_BYTES,
     MAX_DELAY_NS,

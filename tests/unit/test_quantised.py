@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from specwire.config.preflight import quantised
+from specwire.config.preflight.models import Files
 from specwire.errors import ConfigError
-from specwire.preflight import quantised
-from specwire.preflight.models import Files
 
 
 @pytest.mark.parametrize(

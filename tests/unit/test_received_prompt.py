@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specwire import SamplingParams
 from specwire.client.resume import ReceivedTokens
-from specwire.wire.client import generate_request, prompt_chunk
+from specwire.rpc.wire.client import generate_request, prompt_chunk
 
 
 def test_what_is_sent_again_counts_once() -> None:

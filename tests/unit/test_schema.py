@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specwire import InvalidRequestError, UnsupportedError
-from specwire.schema import check_schema
+from specwire.text.schema import check_schema
 from tests.support.schemas import random_document
 
 

@@ -8,7 +8,7 @@ from specwire import SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import PrefixMismatchError
-from specwire.tree import TokenTree
+from specwire.proposals.tree import TokenTree
 
 HELD = [1, 2, 3, 4, 5, 6]
 

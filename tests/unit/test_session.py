@@ -7,7 +7,7 @@ import pytest
 from specwire.completion import Chunk, DraftTree, Token
 from specwire.core import Fate
 from specwire.http.answers import fates
-from specwire.wire import client as wire
+from specwire.rpc.wire import client as wire
 from tests.support.rounds import received_chunks
 
 

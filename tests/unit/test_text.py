@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.text import IncrementalDetokenizer, StopMatcher, TextAssembler
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 from tests.support import vocabularies
 
 LINES = [

@@ -27,11 +27,11 @@ from specwire.config.speculative import COUNTS, METHODS, SpeculativeConfig
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.embedded import TARGET_DIR
 from specwire.errors import ConfigError
-from specwire.estimate.rates import Rate, expected_tokens
-from specwire.history import NO_TOKENS, History, TokenArray, likeliest_path
+from specwire.proposals.estimate.rates import Rate, expected_tokens
+from specwire.proposals.history import NO_TOKENS, History, TokenArray, likeliest_path
+from specwire.rpc.wire import proposals
 from specwire.telemetry.tracing import NO_SPAN, Span
-from specwire.tokenizer import load
-from specwire.wire import proposals
+from specwire.text.tokenizer import load
 
 CONFIG = SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
 PLAN = Plan(0, num_text_tokens=4)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from specwire.config.stack import UpConfig
 from specwire.embedded import TARGET_DIR
 from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError, UnsupportedError
-from specwire.tokenizer import Tokenizer, load, read_chat_template
+from specwire.text.tokenizer import Tokenizer, load, read_chat_template
 from tests.support.vocabularies import byte_level_backend
 
 TEMPLATE = (
@@ -135,7 +135,8 @@ def test_the_fingerprint_is_the_table(tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_stable_over_processes_without_torch(directory: Path) -> None:
     code = (
-        "import sys; from specwire.tokenizer import load; t = load(sys.argv[1]); t.decode(t.encode('x'));"
+        "import sys; from specwire.text.tokenizer import load; t = load(sys.argv[1]);"
+        "t.decode(t.encode('x'));"
         "t.apply_chat_template([{'role': 'user', 'content': 'x'}]);"
         "print(t.fingerprint, 'torch' in sys.modules)"
     )
@@ -144,7 +145,7 @@ def test_the_fingerprint_is_stable_over_processes_without_torch(directory: Path)
 
 
 def test_importing_the_module_is_light() -> None:
-    code = "import sys, specwire.tokenizer; print(*{'torch', 'transformers', 'grpc'} & set(sys.modules))"
+    code = "import sys, specwire.text.tokenizer; print(*{'torch', 'transformers', 'grpc'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
 

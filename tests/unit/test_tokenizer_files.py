@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from specwire import tokenizer, tokenizer_files
 from specwire.core import ModelInfo
 from specwire.embedded import TARGET_DIR
 from specwire.errors import HandshakeError, ModelLoadError
-from specwire.tokenizer_files import MAX_BYTES, TokenizerFiles, fetch
+from specwire.rpc.wire import tokenizer_files
+from specwire.rpc.wire.tokenizer_files import MAX_BYTES, TokenizerFiles, fetch
+from specwire.text import tokenizer
 from specwire.v1 import common_pb2
 
 CONVERSATION = [{"role": "user", "content": "hello"}]

@@ -13,7 +13,7 @@ import pytest
 
 from specwire import ConfigError, InvalidRequestError, SamplingParams, UnauthenticatedError
 from specwire.cli import main as cli
-from specwire.security.bearer import Principal, Tokens, bearer_token, make_token
+from specwire.config.security.bearer import Principal, Tokens, bearer_token, make_token
 
 
 def tokens_of(tmp_path: Path, *lines: str) -> Tokens:

@@ -13,7 +13,7 @@ from draft_service.vocabulary import SAMPLE, SharedVocabulary, Vocabulary
 from specwire.core import num_in_common
 from specwire.errors import ContextLengthError, ModelLoadError, PrefixMismatchError, UnsupportedError
 from specwire.support import IntArray
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 from tests.support import vocabularies
 from tests.support.vocabularies import OTHER_TEXTS, TEXTS
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specwire import tree
 from specwire.core import Outcome, Proposal, SamplingParams, Verdict
 from specwire.errors import InternalError, InvalidRequestError
+from specwire.proposals import tree
+from specwire.proposals.tree import TokenTree
 from specwire.rule.acceptance import accept
-from specwire.tree import TokenTree
 
 #   0 ── 2 ── 4        two children of the prefix, and so on
 #     └─ 3

@@ -35,17 +35,17 @@ from specwire.core import (
     Verdict,
 )
 from specwire.errors import InvalidRequestError, SpecwireError
-from specwire.grammar import Grammar
 from specwire.rpc.statuses import from_rpc_error, to_status
+from specwire.rpc.wire import arrays, columns, proposals
+from specwire.rpc.wire import client as client_wire
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import model as wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
+from specwire.rpc.wire.verify import VerifyAnswer, VerifyOrder
 from specwire.support import Support
+from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
-from specwire.wire import arrays, columns, proposals
-from specwire.wire import client as client_wire
-from specwire.wire import draft as draft_wire
-from specwire.wire import model as wire
-from specwire.wire import verify as verify_wire
-from specwire.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
-from specwire.wire.verify import VerifyAnswer, VerifyOrder
 
 EVERYTHING = SamplingParams(
     max_tokens=17,

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from specwire import tokenizer
 from specwire.client.client import AsyncClient
 from specwire.config import extras
 from specwire.config.client import ClientConfig
 from specwire.core import ModelInfo, SamplingParams
 from specwire.errors import ConfigError, ServiceUnavailableError
+from specwire.text import tokenizer
 from tools.bench import flags, prompts
 from tools.bench.backends import Backend, Coordinator, OpenAIServer, parameters
 from tools.bench.prompts import BUILT_IN, Prompt

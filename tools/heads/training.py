@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specwire import embedded, tokenizer
+from specwire import embedded
 from specwire.config.models import EMBEDDED
 from specwire.engine.boot import model_directory
 from specwire.engine.heads import files
@@ -21,6 +21,7 @@ from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import errors_naming, load_weights, read_config
 from specwire.errors import ConfigError
 from specwire.support import IntArray
+from specwire.text import tokenizer
 from tools.heads.config import TrainHeadsConfig
 from tools.heads.descent import descend
 from tools.heads.fit import Inputs, fit

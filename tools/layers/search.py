@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specwire import tokenizer
 from specwire.config import extras
 from specwire.config.blocks import Block, skip_text
 from specwire.config.models import EMBEDDED
@@ -28,6 +27,7 @@ from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
+from specwire.text import tokenizer
 from tools.layers.config import SearchLayersConfig
 from tools.layers.objective import Promise, Trials, num_pages, promise
 

@@ -20,9 +20,9 @@ from specwire.engine.grammars.helper import Reply, Vocabulary
 from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.engine.thread import settle
 from specwire.errors import InvalidRequestError, ResourceExhaustedError, UnsupportedError
-from specwire.grammar import Grammar
-from specwire.token_texts import token_texts
-from specwire.tokenizer import Tokenizer
+from specwire.text.grammar import Grammar
+from specwire.text.token_texts import token_texts
+from specwire.text.tokenizer import Tokenizer
 
 _MAX_WAITING = 64
 """Grammars that wait to be compiled; one takes seconds at most."""

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from specwire.core import num_in_common
 from specwire.errors import InvalidRequestError, ResourceExhaustedError, SpecwireError
-from specwire.grammar import LONGEST_MASK_S
 from specwire.rule.columns import Bits
+from specwire.text.grammar import LONGEST_MASK_S
 
 _MASKS_S = 0.05
 """Processor time of the masks of a sequence in a pass, in seconds, which other sequences wait for too. One

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from specwire.config.preflight.memory import free_host_bytes, total_host_bytes
 from specwire.config.services import ModelServiceConfig
 from specwire.errors import ModelLoadError
-from specwire.preflight.memory import free_host_bytes, total_host_bytes
 
 
 def num_pages(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specwire.config.blocks import Block
+from specwire.config.preflight import lengths
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import Probe
@@ -30,7 +31,6 @@ from specwire.engine.model.states import States
 from specwire.engine.model.tokenwise import TokenwiseBatch
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
-from specwire.preflight import lengths
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
 

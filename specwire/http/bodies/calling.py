@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import pydantic
 
 from specwire.errors import UnsupportedError
-from specwire.grammar import Grammar
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.part import invalid
 from specwire.http.bodies.tools import Function
 from specwire.http.tools.forced import format_of_forced, grammar_of_call
 from specwire.http.tools.formats import FORMATS, Format, chosen
+from specwire.text.grammar import Grammar
 
 
 class Calling(Sampled):

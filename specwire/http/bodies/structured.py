@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from specwire.errors import InvalidRequestError
-from specwire.grammar import Grammar
 from specwire.http.bodies.part import List, Part, invalid
+from specwire.text.grammar import Grammar
 
 
 class JsonSchema(Part):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from specwire.errors import InvalidRequestError
-from specwire.grammar import Grammar
 from specwire.http.bodies.structured import grammar_of
 from specwire.http.bodies.tools import Function
 from specwire.http.tools.formats import LLAMA3, Format
-from specwire.schema import check_schema
-from specwire.schema_unions import mapped
+from specwire.text.grammar import Grammar
+from specwire.text.schema import check_schema
+from specwire.text.schema_unions import mapped
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specwire import cuda
+from specwire.config import cuda
 from specwire.config.flags import flag_name
 from specwire.errors import ConfigError
 

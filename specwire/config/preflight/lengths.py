@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from specwire.config.flags import flag_name
+from specwire.config.preflight import sizes
+from specwire.config.preflight.models import Files
 from specwire.errors import ConfigError
-from specwire.preflight import sizes
-from specwire.preflight.models import Files
 
 RELATIVE_LEN = 2048
 """Longest sequence of models whose positions are distances; an encoder takes memory by its square."""

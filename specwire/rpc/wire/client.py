@@ -22,9 +22,9 @@ from specwire.completion import (
 )
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
 from specwire.errors import InvalidRequestError
+from specwire.rpc.wire import beams
+from specwire.rpc.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
 from specwire.v1 import generation_pb2
-from specwire.wire import beams
-from specwire.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
 
 MAX_MESSAGES = 4096
 

@@ -3,6 +3,6 @@
 What only the loaded model can tell stays with the services.
 """
 
-from specwire.preflight.plan import check
+from specwire.config.preflight.plan import check
 
 __all__ = ["check"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specwire import tokenizer
 from specwire.config.flags import flag_name
+from specwire.config.preflight.models import Files
 from specwire.errors import ConfigError, ModelLoadError
-from specwire.preflight.models import Files
+from specwire.text import tokenizer
 
 _FILE = "tokenizer.json"
 _FLAG = """--speculative-config '{"method": "draft_model", "use_heterogeneous_vocab": true}'"""

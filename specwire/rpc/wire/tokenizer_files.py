@@ -11,10 +11,10 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from specwire import tokenizer
 from specwire.core import ModelInfo
 from specwire.errors import HandshakeError, InvalidRequestError, ModelLoadError
-from specwire.tokenizer import Tokenizer
+from specwire.text import tokenizer
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import common_pb2
 
 MAX_BYTES = 64 << 20

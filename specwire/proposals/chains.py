@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specwire import tree
 from specwire.core import Proposal
+from specwire.proposals import tree
 from specwire.support import NO_SUPPORT, Support
 
 

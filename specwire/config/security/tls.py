@@ -7,8 +7,8 @@ import ssl
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specwire.config.security.reloading import ReloadingFile, read_file
 from specwire.errors import ConfigError, InvalidRequestError
-from specwire.security.reloading import ReloadingFile, read_file
 
 
 def is_loopback(host: str) -> bool:

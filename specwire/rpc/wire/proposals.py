@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specwire import chains, tree
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, Proposal
 from specwire.errors import InvalidRequestError
+from specwire.proposals import chains, tree
+from specwire.rpc.wire import columns
 from specwire.support import FloatArray, IntArray, Support
 from specwire.v1 import common_pb2
-from specwire.wire import columns
 
 NO_ID = 2**32 - 1
 """Padding of a support."""

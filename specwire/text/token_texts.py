@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specwire.errors import UnsupportedError
-from specwire.tokenizer import Tokenizer
+from specwire.text.tokenizer import Tokenizer
 
 
 def token_texts(tokenizer: Tokenizer) -> list[bytes | None]:

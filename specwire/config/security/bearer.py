@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from specwire.config.security.reloading import ReloadingFile, read_file
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, UnauthenticatedError
-from specwire.security.reloading import ReloadingFile, read_file
 
 _PREFIX = "sw_"
 _NUM_RANDOM_BYTES = 32

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specwire.errors import InvalidRequestError
-from specwire.schema import check_schema
+from specwire.text.schema import check_schema
 
 MAX_SOURCE_LEN = 1 << 16
 """Longest source, in characters; of a choice, of all its texts together."""
@@ -26,7 +26,7 @@ class Grammar:
 
     Raises:
         InvalidRequestError: on construction, naming the field.
-        UnsupportedError: the same, for a schema with keywords that are not held exactly (`specwire.schema`).
+        UnsupportedError: the same, for a schema with keywords that are not held exactly (`text.schema`).
     """
 
     json_schema: str | Mapping[str, Any] | None = None

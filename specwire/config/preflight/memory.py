@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specwire import cuda
+from specwire.config import cuda
 from specwire.config.flags import flag_name
+from specwire.config.preflight.sizes import Size
 from specwire.errors import ConfigError
-from specwire.preflight.sizes import Size
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS_AND_USES = (

@@ -10,11 +10,11 @@ from typing import Any
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
 from specwire.config.models import EMBEDDED, NO_DRAFT
+from specwire.config.preflight import devices, lengths, memory, models, pairs, ports, quantised, sizes
+from specwire.config.preflight.models import Files
 from specwire.config.services import CoordinatorConfig, DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.config.speculative import INNER_METHODS
 from specwire.config.stack import StackConfig
-from specwire.preflight import devices, lengths, memory, models, pairs, ports, quantised, sizes
-from specwire.preflight.models import Files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ import importlib.util
 from typing import Any
 
 from specwire.config.flags import flag_name
+from specwire.config.preflight.models import Files
 from specwire.errors import ConfigError
-from specwire.preflight.models import Files
 
 PACKAGES = {
     "aqlm": ("accelerate", "aqlm"),

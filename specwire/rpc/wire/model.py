@@ -12,7 +12,7 @@ from typing import Any
 
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Learning, Load, ModelInfo, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
-from specwire.grammar import Grammar
+from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2
 
 RULES = {

@@ -21,10 +21,10 @@ from specwire.core import (
     Verdict,
 )
 from specwire.errors import InvalidRequestError
+from specwire.rpc.wire import arrays, columns, proposals
+from specwire.rpc.wire import model as wire
 from specwire.support import FloatArray, IntArray
 from specwire.v1 import common_pb2, verify_pb2
-from specwire.wire import arrays, columns, proposals
-from specwire.wire import model as wire
 
 Value = TypeVar("Value")
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specwire.estimate.calibration import NUM_RANKS, Calibration
+from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
 
 NUM_POSITIONS = 16
 """Positions at which acceptance is measured; later ones are extrapolated from the last."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from specwire.errors import InvalidRequestError, UnsupportedError
-from specwire.schema_unions import NotExactError, Unions
+from specwire.text.schema_unions import NotExactError, Unions
 
 _ANNOTATIONS = {
     *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"),

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Sequence
 
-from specwire import ports
+from specwire.config import ports
 from specwire.config.fields import split_address
 from specwire.config.flags import flag_name
 from specwire.errors import ConfigError

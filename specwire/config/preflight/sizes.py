@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specwire.config.flags import flag_name
+from specwire.config.preflight.models import Files
 from specwire.errors import ConfigError
-from specwire.preflight.models import Files
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its format."""

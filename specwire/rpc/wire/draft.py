@@ -13,8 +13,8 @@ from specwire.core import (
     Timings,
 )
 from specwire.errors import InvalidRequestError
+from specwire.rpc.wire import columns, proposals
 from specwire.v1 import common_pb2, draft_pb2
-from specwire.wire import columns, proposals
 
 
 class DraftOrder(NamedTuple):

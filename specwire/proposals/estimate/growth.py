@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specwire import tree
 from specwire.core import MAX_TREE_NODES, Proposal
-from specwire.estimate.calibration import Calibration
-from specwire.tree import TokenTree
+from specwire.proposals import tree
+from specwire.proposals.estimate.calibration import Calibration
+from specwire.proposals.tree import TokenTree
 
 
 class TreeGrowth:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from specwire import tree
 from specwire.core import Proposal
+from specwire.proposals import tree
 
 
 class Prepared(NamedTuple):

@@ -1,0 +1,1 @@
+"""Texts as tokens and bytes, and what a text must match."""
