@@ -198,6 +198,7 @@ class TestCommand:
             (["/none/x.json"], "/none/x.json: cannot be read"),
             (["x.json", "--out", "/none/x.svg"], "--out /none/x.svg: cannot be written"),
             (["x.json", "--perfetto", "/tmp"], "--perfetto /tmp: cannot be written"),
+            (["x.json", "--out", "x.png"], "--out x.png: the picture is an SVG, NAME.svg"),
             (["x.json", "--target", "embedded"], "--target: needs --live"),
             (["x.json", "--seed", "1"], "--seed: needs --live"),
             (["--receive", "127.0.0.1:1", "--prompt", "x"], "--prompt: needs --live"),

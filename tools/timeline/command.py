@@ -104,6 +104,8 @@ def _check(args: argparse.Namespace) -> None:
     for flag, path in [("--out", args.out), ("--perfetto", args.perfetto)]:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{flag} {path}: cannot be written")
+    if args.out.suffix not in ("", ".svg"):
+        raise ConfigError(f"--out {args.out}: the picture is an SVG, NAME.svg")
     if not args.live:
         _check_without_live(args)
 
