@@ -7,6 +7,7 @@ requests, losses, memory, refusals, `specwire drafts`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -152,8 +153,9 @@ def test_a_cache_that_is_too_small(served: Served) -> None:
 def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     params = replace(GREEDY, draft=served.source, num_draft_tokens=2)
     stack.client.generate(params=params, prompt_token_ids=PROMPT)
-    shown = drafts.show(ClientConfig(server=stack.address), colour=False).splitlines()
-    rows = {line.split()[0]: line for line in shown if line}
+    shown, ways = drafts.show(ClientConfig(server=stack.address), colour=False).split("\n\n")
+    rows = {line.split()[0]: line for line in shown.splitlines()}
+    assert re.search(r"^plain +(now )? +\d+ +-$", ways, re.MULTILINE), "it is chosen among them"
     own = ["heads", "layers", "mtp", "dflash"]
     texts = ["ngram", "suffix", "unigram", "bigram", "trigram"]
     assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *texts]
