@@ -483,7 +483,7 @@ class Load:
         """A pass of so many tokens, of all its sequences; 0 before it is measured."""
         return self.base_ns + num_sequences * self.sequence_ns + num_tokens * self.token_ns
 
-    def own_draft_ns(self, num_passes: int, num_nodes: float) -> float:
+    def own_draft_ns(self, num_passes: float, num_nodes: float) -> float:
         """What the target drafts by itself in so many passes; 0 before it is measured."""
         return num_passes * self.draft_pass_ns + num_nodes * self.draft_node_ns
 

@@ -39,6 +39,9 @@ _BLOCK_ROUNDS, _MIN_BLOCK_ROUNDS, _MIN_BLOCK_NS = 4, 6, 250_000_000
 shorter block shows how quiet the machine just was."""
 _OUTLIER_RATIO = 4.0
 """No round counts for more than so many mean ones: a prompt of any length may be in it."""
+_PLAIN_SHARE = 0.95
+"""A block of a way that drafts counts as plain decoding with such a share of rounds without draft tokens. The
+others make the passes of all longer: with half of them, plain decoding seemed to take 1.6 times as long."""
 _HORIZON_S = 20.0
 """For how long the result of a trial is worth something."""
 _SWITCH_ROUNDS = 1.0
@@ -75,9 +78,12 @@ class Prospects(NamedTuple):
     """What rounds of a way promise to an average stream: each [MAX_CHOSEN + 1], by draft tokens in a row."""
 
     tokens: list[float]  # that a round commits
-    times: list[float]  # nanoseconds of a round; [0] of plain decoding
+    times: list[
+        float
+    ]  # nanoseconds of a round; [0] of one without draft tokens, beside others that have some
     unwaited: list[float]  # of rounds that do not wait for their proposals
-    hit_rate: float = 0.0  # of those
+    plain_ns: float  # a round of plain decoding, of all streams
+    hit_rate: float = 0.0  # of those that do not wait
 
     def rate(self, cap: int) -> float:
         """Most tokens a nanosecond with at most `cap` draft tokens, and at least one unless it is 0."""
@@ -252,7 +258,7 @@ class SharedChoice:
         is_enough = num_rounds + 1 >= max(_MIN_BLOCK_ROUNDS, _BLOCK_ROUNDS * num_streams)
         if is_enough and block.time_ns >= _MIN_BLOCK_NS * num_streams:
             block.at, block.num_sequences = self._now, self.costs.num_sequences
-            if 2 * block.steps.get(0, 0) > block.num_rounds:
+            if block.steps.get(0, 0) >= _PLAIN_SHARE * block.num_rounds:
                 block.way = PLAIN  # as streams chose for their own texts
             self._beliefs.add(block)
             self._held[among] = self._decided(among, held)
@@ -324,6 +330,8 @@ class SharedChoice:
     def _rates(self, among: Among, ways: Sequence[Way]) -> tuple[list[float], Any]:
         """Expected logarithm of tokens a nanosecond by way, and its covariance."""
         asked = list(dict.fromkeys((PLAIN, *ways)))
+        if self.costs.is_drafted_by_target:
+            self._beliefs.drafted_by_target()
         slowness, covariance = self._beliefs.of(asked, self._num_streams, self._now, self.costs.modelled_ns)
         self._slowness.update(zip(asked, np.exp(slowness).tolist(), strict=True))
         if among.num_steps is None:
@@ -342,10 +350,14 @@ class SharedChoice:
         costs, slowness = self.costs, self._slowness.get(way, 1.0)
         plain_ns = self._slowness.get(PLAIN, 1.0) * costs.round_ns(PLAIN, 0)
         lengths = range(1, MAX_CHOSEN + 1)
-        times = [plain_ns, *(slowness * costs.round_ns(way, n) for n in lengths)]
+        drafted = [slowness * costs.round_ns(way, n) for n in lengths]
         unwaited = [plain_ns, *(slowness * costs.unwaited_ns(way, n) for n in lengths)]
+        # Where the target drafts for all streams after a pass, one without draft tokens waits for the others.
+        others = 1 - 1 / self._num_streams if way.cap and costs.is_drafted_by_target else 0.0
+        usual_ns = drafted[max(0, round(costs.mean_drafted) - 1)]
+        idle_ns = plain_ns + others * max(0.0, usual_ns - plain_ns)
         hit_rate = costs.hit_rate(way) if way.prepares else 0.0
-        return Prospects(self._tokens(way.num_nodes), times, unwaited, hit_rate)
+        return Prospects(self._tokens(way.num_nodes), [idle_ns, *drafted], unwaited, plain_ns, hit_rate)
 
     def _tokens(self, num_nodes: int) -> list[float]:
         """Of a shape; one that was never tried is believed to be like the tree nearest to it."""
@@ -426,7 +438,7 @@ class SharedChoice:
             return ""
         prospects = self.prospects(best)
         times = prospects.unwaited if best.prepares else prospects.times
-        plain = prospects.tokens[0] / times[0]
+        plain = 1 / prospects.plain_ns
         pays = any(prospects.tokens[n] / times[n] > plain for n in range(1, best.cap + 1))
         return "" if pays else self.why_not
 

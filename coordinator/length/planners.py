@@ -78,7 +78,7 @@ def patience_s(num_draft_tokens: int, proposal_ns: float, prospects: Prospects) 
     """
     expected = prospects.tokens[num_draft_tokens] - 1
     usual_ns = _USUAL_WAITS * proposal_ns
-    return (usual_ns + expected * prospects.times[0]) / 1e9 if usual_ns else math.inf
+    return (usual_ns + expected * prospects.plain_ns) / 1e9 if usual_ns else math.inf
 
 
 class _Observer:
@@ -113,7 +113,7 @@ class _Observer:
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
         way = PLAIN if self._way is None else self._way
-        if self._is_adaptive or self._shared.learns_next:
+        if done.num_steps and (self._is_adaptive or self._shared.learns_next):
             self._text(way.num_nodes).add(done.num_steps, done.outcome.num_accepted)
         self._shared.add(done, way, elapsed_ns)
         if way.num_nodes and done.num_steps and self._is_adaptive:

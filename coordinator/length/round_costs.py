@@ -124,15 +124,20 @@ class RoundCosts:
         load = self._load
         return load.base_ns > 0 and (load.draft_pass_ns > 0 or self._num_proposals >= _FIRST_PROPOSALS)
 
+    @property
+    def is_drafted_by_target(self) -> bool:
+        """Whether the target drafts by itself, for all sequences of a pass together."""
+        return self._load.draft_pass_ns > 0 or self._load.draft_node_ns > 0
+
     def proposal_share(self, way: Way) -> float:
         """What the usual proposal takes, if it was not prepared, in passes of plain decoding."""
         usual = max(1, round(self.mean_drafted))
         return self.proposal_ns(way, usual) / max(1.0, self._pass_ns(way, 0, self.num_sequences))
 
-    def proposal_ns(self, way: Way, num_steps: int) -> float:
+    def proposal_ns(self, way: Way, num_steps: float) -> float:
         """From the request for a proposal that was not prepared to its arrival; of a shape that was never
         tried, as of a chain. One by the target itself takes passes of its draft."""
-        if self._load.draft_pass_ns or self._load.draft_node_ns:
+        if self.is_drafted_by_target:
             width = _TREE_WIDTH if way.num_nodes else self._num_chains
             return self._load.own_draft_ns(num_steps, self.num_sequences * num_steps * width)
         draft = self._proposals.get(way.num_nodes, self._proposals[CHAIN]).draft
@@ -152,14 +157,33 @@ class RoundCosts:
     def unwaited_ns(self, way: Way, num_steps: int, num_sequences: float | None = None) -> float:
         """A round without the wait for its proposal. Queues grow and shrink with the passes."""
         pass_ns = self._pass_ns(way, num_steps, num_sequences or self.num_sequences)
-        return max(1.0, (1 + self._queue_share) * pass_ns + self._network_ns)
+        return max(1.0, self._outside_ns(pass_ns))
+
+    def _outside_ns(self, pass_ns: float) -> float:
+        """A pass with what is around it."""
+        return (1 + self._queue_share) * pass_ns + self._network_ns
 
     def modelled_ns(self, seen: Seen) -> float:
         """Of all rounds of a measurement together."""
+        if self.is_drafted_by_target and seen.way.cap:
+            return self._in_step_ns(seen)
         return sum(
             num_rounds * self.round_ns(seen.way, num_steps, seen.num_sequences)
             for num_steps, num_rounds in seen.steps.items()
         )
+
+    def _in_step_ns(self, seen: Seen) -> float:
+        """Of rounds that the target begins together, once it has drafted as much as any of them has."""
+        total, sizes = seen.num_rounds, sorted(seen.steps)
+        num_below, longest = 0, 0.0  # the mean of the greatest of as many rounds as there are streams
+        for least, size in zip([0, *sizes], sizes, strict=False):
+            longest += (size - least) * (1 - (num_below / total) ** seen.num_sequences)
+            num_below += seen.steps[size]
+        mean = sum(size * num for size, num in seen.steps.items()) / total
+        if seen.way.num_nodes:
+            mean *= seen.way.num_nodes / max(1.0, longest)
+        pass_ns = self._load.pass_ns(seen.num_sequences, seen.num_sequences * (1 + mean))
+        return total * max(1.0, self._outside_ns(pass_ns) + self.proposal_ns(seen.way, longest))
 
     def _wait_ns(self, way: Way, num_steps: int) -> float:
         """For a proposal: the mean of those that were prepared and those that were not."""
@@ -182,6 +206,5 @@ class RoundCosts:
 
     def _pass_ns(self, way: Way, num_steps: int, num_sequences: float) -> float:
         """A pass in which every sequence has so many draft tokens, or trees so deep."""
-        load = self._load
         num_tokens = way.num_nodes if way.num_nodes and num_steps else num_steps * self._num_chains
-        return load.base_ns + num_sequences * (load.sequence_ns + load.token_ns * (num_tokens + 1))
+        return self._load.pass_ns(num_sequences, num_sequences * (num_tokens + 1))

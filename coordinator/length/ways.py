@@ -53,8 +53,9 @@ WAYS = (
 
 # Standard deviations of what a model misses, in logarithms of time, by cause.
 _ALL, _DRAFTS, _PREPARES, _TREES, _OWN = 0.3, 0.5, 0.3, 0.2, 0.1
-_PASSING = 0.2
-"""Of what passes: of all ways, and again of those that draft."""
+_PASSING, _PASSING_DRAFTS, _PASSING_OWN = 0.2, 0.2, 0.05
+"""Of what passes: of all ways; again of those that draft, by a service, which may be paused or cut off alone,
+and by the target itself."""
 _LASTS_S, _PASSES_S = 400.0, 4.0
 """Seconds after which correlation has fallen to a third."""
 _OCTAVE = 4.0
@@ -99,6 +100,11 @@ class Beliefs:
 
     def __init__(self) -> None:
         self._seen: list[Seen] = []
+        self._passing_drafts = _PASSING_DRAFTS
+
+    def drafted_by_target(self) -> None:
+        """The target drafts by itself."""
+        self._passing_drafts = _PASSING_OWN
 
     def last(self, way: Way) -> Seen | None:
         """The latest measurement of a way."""
@@ -121,17 +127,33 @@ class Beliefs:
             modelled_ns: of the rounds of a measurement, by what is known of costs today.
         """
         asked = np.array([_point(way, num_streams, now) for way in ways])
-        prior = _covariance(asked, asked)
+        prior = self._covariance(asked, asked)
         if not self._seen:
             return np.zeros(len(ways)), prior
         points = np.array([_point(seen.way, seen.num_streams, seen.at) for seen in self._seen])
         found = np.array([math.log(seen.time_ns / modelled_ns(seen)) for seen in self._seen])
         middle = float(np.median(found))
         found = np.clip(found, middle - _MOST, middle + _MOST)
-        known = _covariance(points, points) + _NOISE**2 * np.eye(len(points))
-        shared = _covariance(asked, points)
+        known = self._covariance(points, points) + _NOISE**2 * np.eye(len(points))
+        shared = self._covariance(asked, points)
         gain = np.linalg.solve(known, shared.T).T
         return gain @ found, prior - gain @ shared.T
+
+    def _covariance(self, a: Floats, b: Floats) -> Floats:
+        def both(column: int) -> Floats:
+            return a[:, None, column] * b[None, :, column]
+
+        def apart(column: int) -> Floats:
+            return np.abs(a[:, None, column] - b[None, :, column])
+
+        is_kind = (apart(0) + apart(1) + apart(2) == 0) * np.exp(-apart(3) - apart(4))
+        lasting = (
+            _ALL**2 + _DRAFTS**2 * both(0) + _PREPARES**2 * both(1) + _TREES**2 * both(2) + _OWN**2 * is_kind
+        )
+        lasting = lasting * np.exp(-apart(5) / _OCTAVE - apart(6) / _LASTS_S)
+        passing = _PASSING**2 + self._passing_drafts**2 * both(0)
+        found: Floats = lasting + passing * np.exp(-apart(6) / _PASSES_S)
+        return found
 
 
 def _point(way: Way, num_streams: int, at: float) -> tuple[float, ...]:
@@ -139,19 +161,3 @@ def _point(way: Way, num_streams: int, at: float) -> tuple[float, ...]:
     nodes, cap, prepares = way
     sizes = math.log2(cap or 1), math.log2(nodes or 1), math.log2(num_streams)
     return (cap > 0, prepares, nodes > 0, *sizes, at)
-
-
-def _covariance(a: Floats, b: Floats) -> Floats:
-    def both(column: int) -> Floats:
-        return a[:, None, column] * b[None, :, column]
-
-    def apart(column: int) -> Floats:
-        return np.abs(a[:, None, column] - b[None, :, column])
-
-    is_kind = (apart(0) + apart(1) + apart(2) == 0) * np.exp(-apart(3) - apart(4))
-    lasting = (
-        _ALL**2 + _DRAFTS**2 * both(0) + _PREPARES**2 * both(1) + _TREES**2 * both(2) + _OWN**2 * is_kind
-    )
-    lasting = lasting * np.exp(-apart(5) / _OCTAVE - apart(6) / _LASTS_S)
-    found: Floats = lasting + _PASSING**2 * (1 + both(0)) * np.exp(-apart(6) / _PASSES_S)
-    return found

@@ -26,16 +26,14 @@ _MOST_S = 1.0
 def measure(runner: Runner) -> CostModel:
     """Of sizes that fit, by sequences and tokens; on the thread that runs the passes."""
     costs = CostModel(2)
-    for num_sequences, num_tokens, pass_ns in _measured(runner):
-        costs.add((num_sequences, num_tokens), pass_ns)
+    costs.assume([(each[:2], each[2]) for each in _measured(runner)])
     return costs
 
 
 def measure_draft(runner: Runner) -> CostModel:
     """The same of a draft model that runs after the target's passes, by nodes."""
     costs = CostModel(1)
-    for _, num_tokens, pass_ns in _measured(runner):
-        costs.add((num_tokens,), pass_ns)
+    costs.assume([(each[1:2], each[2]) for each in _measured(runner)])
     return costs
 
 

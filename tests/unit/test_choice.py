@@ -286,7 +286,7 @@ def test_a_beginner_prepares_what_is_fixed_and_waits_no_longer_than_it_is_worth(
 def test_a_length_follows_from_values(
     tokens: list[float], least: int, last: int, prepares: bool, expected: Length
 ) -> None:
-    prospects = Prospects([], [1.0, 1.1, 1.2], [1.0, 1.01, 1.02])
+    prospects = Prospects([], [1.0, 1.1, 1.2], [1.0, 1.01, 1.02], 1.0)
     assert choose(tokens, prospects, last, least=least, prepares=prepares) == expected
 
 

@@ -8,13 +8,17 @@ import operator
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+Floats = npt.NDArray[np.float64]
 _RATE = 0.2
 _MAX_JUMP = 4.0
 _OLD = 0.99
 _MIN_WEIGHT = 0.02
 _REFIT_EVERY = 32
 _MIN_IMPROVEMENT = 1e-4
+_ASSUMED_WEIGHT = 0.1
+"""Of a cost that was measured before the first observation, beside the latest ones."""
 
 
 class _Sample:
@@ -46,9 +50,20 @@ class CostModel:
 
     def __init__(self, num_features: int) -> None:
         self._samples: dict[tuple[int, ...], _Sample] = {}
+        self._assumed: list[_Sample] = []
+        self._assumed_terms = np.zeros(1 + num_features)
         self._num_added = 0
         self.base = 0.0
         self.rates = (0.0,) * num_features
+
+    def assume(self, measured: Sequence[tuple[Sequence[float], float]]) -> None:
+        """Costs that were measured before the first observation, by features.
+
+        Observations correct all of them by the same factor: these say how costs of different sizes compare.
+        """
+        self._assumed = [_Sample(features, cost, 0) for features, cost in measured]
+        self._assumed_terms = _fitted(self._assumed, np.ones(len(self._assumed)))
+        self._fit()
 
     def add(self, features: Sequence[float], cost: float) -> None:
         """Add an observation; features must be at least 0, the cost greater than 0."""
@@ -82,24 +97,35 @@ class CostModel:
         return ratio * max(self.predict(features), seen)
 
     def _fit(self) -> None:
-        """Non-negative least squares: the best subset of terms without a negative coefficient."""
-        samples = self._samples.values()
-        weights = np.array([max(_MIN_WEIGHT, _OLD ** (self._num_added - s.last)) for s in samples])
-        costs = np.array([s.cost for s in samples])
-        scale = np.sqrt(weights) / costs
-        rows = np.array([[1.0, *s.features] for s in samples]) * scale[:, None]
-        wanted = costs * scale
-        best, coefficients = math.inf, np.zeros(rows.shape[1])
-        for terms in _term_sets(rows.shape[1]):
-            found, *_ = np.linalg.lstsq(rows[:, terms], wanted, rcond=None)
-            if (found < 0).any():
-                continue
-            error = float(np.square(rows[:, terms] @ found - wanted).sum() / weights.sum())
-            if error < best - _MIN_IMPROVEMENT:
-                best, coefficients = error, np.zeros(rows.shape[1])
-                coefficients[list(terms)] = found
-        self.base, *rates = coefficients.tolist()
+        samples = [*self._samples.values()]
+        weights = [max(_MIN_WEIGHT, _OLD ** (self._num_added - sample.last)) for sample in samples]
+        level = 1.0
+        if samples and self._assumed:
+            expected = [float(self._assumed_terms @ [1.0, *sample.features]) for sample in samples]
+            ratios = [math.log(s.cost / max(1.0, e)) for s, e in zip(samples, expected, strict=True)]
+            level = math.exp(np.average(ratios, weights=weights))
+        assumed = [_Sample(each.features, level * each.cost, 0) for each in self._assumed]
+        weights += [_ASSUMED_WEIGHT if samples else 1.0] * len(assumed)
+        self.base, *rates = _fitted([*samples, *assumed], np.array(weights)).tolist()
         self.rates = tuple(rates)
+
+
+def _fitted(samples: Sequence[_Sample], weights: Floats) -> Floats:
+    """[1 + num_features] by non-negative least squares: the best subset of terms without a negative one."""
+    costs = np.array([s.cost for s in samples])
+    scale = np.sqrt(weights) / costs
+    rows = np.array([[1.0, *s.features] for s in samples]) * scale[:, None]
+    wanted = costs * scale
+    best, coefficients = math.inf, np.zeros(rows.shape[1])
+    for terms in _term_sets(rows.shape[1]):
+        found, *_ = np.linalg.lstsq(rows[:, terms], wanted, rcond=None)
+        if (found < 0).any():
+            continue
+        error = float(np.square(rows[:, terms] @ found - wanted).sum() / weights.sum())
+        if error < best - _MIN_IMPROVEMENT:
+            best, coefficients = error, np.zeros(rows.shape[1])
+            coefficients[list(terms)] = found
+    return coefficients
 
 
 def _term_sets(num_terms: int) -> list[list[int]]:
