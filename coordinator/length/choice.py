@@ -61,6 +61,8 @@ Measured with the embedded pair: rejection sampling commits 1.08 times the token
 of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w passes for all others,
 (1 + 0.54 w) / (1 + 0.14 w) is over 1.08 from w = 0.2 on.
 """
+_SHARE_ROUNDS = 100
+"""Rounds that what streams get of an average text's tokens is averaged over, about."""
 _DEPTH_RATE = 0.2
 """Learning rate of how deep trees are."""
 _LEAST_SHARE = 0.05
@@ -162,6 +164,7 @@ class SharedChoice:
         self._held: dict[Among, _Held] = {}
         self._slowness: dict[Way, float] = {}  # measured over modelled time, by way
         self._prospects: dict[Way, Prospects] = {}
+        self._shares = dict.fromkeys((CHAIN, *TREES), 1.0)  # see `_learn_share`
         self._depths = dict.fromkeys(TREES, float(MAX_CHOSEN))  # that trees reach where they may be deeper
         # Seconds: so far; that trials may lose; that they were expected to lose.
         self._now = self._earned = self._spent = 0.0
@@ -243,7 +246,7 @@ class SharedChoice:
         if self.are_known and not were_known:
             self._held.clear()
 
-    def add_settled(self, among: Among, way: Way, num_steps: int, elapsed_ns: int) -> None:
+    def add_settled(self, among: Among, way: Way, done: Round, elapsed_ns: int) -> None:
         """A round of a stream that has settled under a way, and its time."""
         held = self._held.get(among)
         if not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
@@ -252,21 +255,36 @@ class SharedChoice:
         num_rounds = block.num_rounds
         if num_rounds:
             elapsed_ns = min(elapsed_ns, int(_OUTLIER_RATIO * block.time_ns / num_rounds))
-        block.steps[num_steps] = block.steps.get(num_steps, 0) + 1
+        block.steps[done.num_steps] = block.steps.get(done.num_steps, 0) + 1
         block.time_ns += elapsed_ns
+        block.num_tokens += len(done.token_ids)
         self._earned += _TRIAL_SHARE * elapsed_ns / 1e9 / num_streams
         is_enough = num_rounds + 1 >= max(_MIN_BLOCK_ROUNDS, _BLOCK_ROUNDS * num_streams)
         if is_enough and block.time_ns >= _MIN_BLOCK_NS * num_streams:
             block.at, block.num_sequences = self._now, self.costs.num_sequences
             if block.steps.get(0, 0) >= _PLAIN_SHARE * block.num_rounds:
                 block.way = PLAIN  # as streams chose for their own texts
+            elif among.num_steps is None:
+                self._learn_share(block)
             self._beliefs.add(block)
             self._held[among] = self._decided(among, held)
+
+    def _learn_share(self, block: Seen) -> None:
+        """What streams get of what an average text would have brought: each drafts as suits its own."""
+        way = block.way
+        best = max(
+            tokens / self.costs.round_ns(way, n)
+            for n, tokens in enumerate(self._tokens(way.num_nodes)[1 : self.longest(way) + 1], 1)
+        )
+        share = block.num_tokens / self.costs.modelled_ns(block) / best
+        weight = block.num_rounds / (block.num_rounds + _SHARE_ROUNDS)
+        self._shares[way.num_nodes] += weight * (share - self._shares[way.num_nodes])
 
     # --- the choice ---------------------------------------------------------------------------------
 
     def _entered(self, among: Among, before: _Held | None) -> _Held:
-        """With a new number of streams, or for the first time: the way of which the most is expected."""
+        """With a new number of streams, or for the first time: the way of which the most is expected, unless
+        another one was to be tried."""
         ways = self._open(among)
         way = before.best if before and before.best in ways else ways[0]
         if self.are_known:
@@ -274,7 +292,8 @@ class SharedChoice:
                 ways = [each for each in ways if not each.num_nodes]
             way = ways[int(np.argmax(self._rates(among, ways)[0]))]
             self._prospects.clear()
-        return self._hold(way, way)
+        is_tried = before is not None and before.way != before.best and before.way in ways
+        return self._hold(before.way if before and is_tried else way, way)
 
     def _decided(self, among: Among, held: _Held) -> _Held:
         """At the end of a block: the best way, or one to try."""
@@ -335,7 +354,7 @@ class SharedChoice:
         slowness, covariance = self._beliefs.of(asked, self._num_streams, self._now, self.costs.modelled_ns)
         self._slowness.update(zip(asked, np.exp(slowness).tolist(), strict=True))
         if among.num_steps is None:
-            rates = [math.log(self._promised(way).rate(self.longest(way))) for way in ways]
+            rates = [math.log(self._expected_rate(way)) for way in ways]
         else:
             steps = among.num_steps
             rates = [-math.log(self._slowness[way] * self.costs.round_ns(way, steps)) for way in ways]
@@ -345,6 +364,11 @@ class SharedChoice:
             _UNKNOWN**2 / (1 + share) if way.cap else 0.0 for way, share in zip(ways, known, strict=True)
         ]
         return rates, covariance[np.ix_(places, places)] + np.diag(unknown)
+
+    def _expected_rate(self, way: Way) -> float:
+        """Tokens a nanosecond of a stream."""
+        share = self._shares[way.num_nodes] if way.cap else 1.0
+        return share * self._promised(way).rate(self.longest(way))
 
     def _promised(self, way: Way) -> Prospects:
         costs, slowness = self.costs, self._slowness.get(way, 1.0)
@@ -402,7 +426,7 @@ class SharedChoice:
         other = copy.copy(self)
         other._num_running, other.costs = lambda: num_streams, copy.copy(self.costs)
         other.costs.num_sequences = float(num_streams)
-        other._slowness, other._prospects = {}, {}
+        other._slowness, other._prospects, other._shares = {}, {}, {**self._shares}
         return other
 
     def expected(self) -> list[Compared]:
@@ -423,12 +447,8 @@ class SharedChoice:
         ]
 
     def _measured(self, way: Way) -> float:
-        seen, tokens = self._beliefs.last(way), self._tokens(way.num_nodes)
-        if seen is None:
-            return 0.0
-        most = len(tokens) - 1
-        num_tokens = sum(num_rounds * tokens[min(n, most)] for n, num_rounds in seen.steps.items())
-        return 1e9 * num_tokens / seen.time_ns
+        seen = self._beliefs.last(way)
+        return 1e9 * seen.num_tokens / seen.time_ns if seen else 0.0
 
     @property
     def why_plain(self) -> str:
@@ -453,8 +473,8 @@ class SharedChoice:
         parts.append(f"{tokens[length] - 1:.1f} of its tokens are accepted")
         drafted = [way for way in self._slowness if way.cap and self._beliefs.last(way)]
         if self._beliefs.last(PLAIN) and drafted:
-            plain = self._promised(PLAIN).rate(0)
-            best = max(self._promised(way).rate(self.longest(way)) for way in drafted)
+            plain = self._expected_rate(PLAIN)
+            best = max(map(self._expected_rate, drafted))
             parts.append(f"trials were {best / plain:.2f} times as fast as plain decoding")
         return f"does not pay here: {', '.join(parts)}"
 

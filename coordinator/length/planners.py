@@ -121,7 +121,7 @@ class _Observer:
         if self.limit and not self._settling and not done.draft_cost.draft_unavailable:
             load = done.verify_cost.load
             prompts_ns = min(load.prefill_ns, int(_MOST_PROMPTS * elapsed_ns)) if load else 0
-            self._shared.add_settled(self._among, way, done.num_steps, elapsed_ns - prompts_ns)
+            self._shared.add_settled(self._among, way, done, elapsed_ns - prompts_ns)
 
 
 class FixedLength(_Observer):

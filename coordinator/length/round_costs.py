@@ -11,7 +11,7 @@ priced as if all streams of the batch drafted as many tokens: a stream is charge
 
 from __future__ import annotations
 
-from coordinator.cost import Cost
+from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Round
 from coordinator.length.ways import CHAIN, Seen, Way
 from specwire.core import Load
@@ -19,6 +19,8 @@ from specwire.proposals.estimate.costs import CostModel
 
 _RATE = 0.2
 """Learning rate of the moving averages."""
+_ASKED_RATE = 0.02
+"""Learning rate of how many rounds are asked for: the first of each stream is, whoever begins the others."""
 _MIN_HIT_RATE = 0.02
 """Learning rate of hit rates, once there are enough rounds to average over."""
 _FIRST_HIT_RATE, _FIRST_HIT_ROUNDS = 0.8, 4
@@ -81,6 +83,7 @@ class RoundCosts:
         self._num_proposals = 0
         self._load = Load()
         self._queue_share = self._network_ns = self.mean_drafted = 0.0
+        self._asked_share = {True: 0.0, False: 1.0}  # see `_goes_on`
         self.num_sequences = 1.0
 
     def know(self, load: Load) -> None:
@@ -116,7 +119,10 @@ class RoundCosts:
         if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * usual_ns:
             return
         self._queue_share += _RATE * (cost.queue_ns / pass_ns - self._queue_share)
-        self._network_ns += _RATE * (cost.network_ns + cost.handling_ns - self._network_ns)
+        is_asked, goes_on = cost.outcome is CallOutcome.ASKED, self._goes_on(num_steps)
+        self._asked_share[goes_on] += _ASKED_RATE * (is_asked - self._asked_share[goes_on])
+        if is_asked:
+            self._network_ns += _RATE * (cost.network_ns + cost.handling_ns - self._network_ns)
 
     @property
     def are_known(self) -> bool:
@@ -157,11 +163,17 @@ class RoundCosts:
     def unwaited_ns(self, way: Way, num_steps: int, num_sequences: float | None = None) -> float:
         """A round without the wait for its proposal. Queues grow and shrink with the passes."""
         pass_ns = self._pass_ns(way, num_steps, num_sequences or self.num_sequences)
-        return max(1.0, self._outside_ns(pass_ns))
+        return max(1.0, self._outside_ns(pass_ns, num_steps))
 
-    def _outside_ns(self, pass_ns: float) -> float:
-        """A pass with what is around it."""
-        return (1 + self._queue_share) * pass_ns + self._network_ns
+    def _outside_ns(self, pass_ns: float, num_steps: float) -> float:
+        """A pass with what is around it: only rounds that are asked for wait for the network."""
+        asked_ns = self._asked_share[self._goes_on(num_steps)] * self._network_ns
+        return (1 + self._queue_share) * pass_ns + asked_ns
+
+    def _goes_on(self, num_steps: float) -> bool:
+        """Whether rounds with so many draft tokens are such that the target may begin by itself, without a
+        proposal from elsewhere."""
+        return not num_steps or self.is_drafted_by_target
 
     def modelled_ns(self, seen: Seen) -> float:
         """Of all rounds of a measurement together."""
@@ -183,7 +195,7 @@ class RoundCosts:
         if seen.way.num_nodes:
             mean *= seen.way.num_nodes / max(1.0, longest)
         pass_ns = self._load.pass_ns(seen.num_sequences, seen.num_sequences * (1 + mean))
-        return total * max(1.0, self._outside_ns(pass_ns) + self.proposal_ns(seen.way, longest))
+        return total * max(1.0, self._outside_ns(pass_ns, longest) + self.proposal_ns(seen.way, longest))
 
     def _wait_ns(self, way: Way, num_steps: int) -> float:
         """For a proposal: the mean of those that were prepared and those that were not."""

@@ -80,6 +80,7 @@ class Seen:
         num_sequences: of a verify pass, on the average.
         at: when, in seconds.
         steps: how many rounds had so many draft tokens one after another.
+        num_tokens: that they committed.
     """
 
     way: Way
@@ -88,6 +89,7 @@ class Seen:
     at: float
     steps: dict[int, int] = field(default_factory=dict)
     time_ns: float = 0.0
+    num_tokens: int = 0
 
     @property
     def num_rounds(self) -> int:
