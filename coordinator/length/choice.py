@@ -80,9 +80,7 @@ class Prospects(NamedTuple):
     """What rounds of a way promise to an average stream: each [MAX_CHOSEN + 1], by draft tokens in a row."""
 
     tokens: list[float]  # that a round commits
-    times: list[
-        float
-    ]  # nanoseconds of a round; [0] of one without draft tokens, beside others that have some
+    times: list[float]  # nanoseconds of a round; [0] of one without draft tokens beside others
     unwaited: list[float]  # of rounds that do not wait for their proposals
     plain_ns: float  # a round of plain decoding, of all streams
     hit_rate: float = 0.0  # of those that do not wait

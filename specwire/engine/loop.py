@@ -119,9 +119,7 @@ class Engine:
         self._num_waiting = self._prefill_ns = 0
         self._closing = False
         self._costs = costs or CostModel(2)  # of a step: its sequences, its tokens
-        self._draft_costs = draft_costs or CostModel(
-            1
-        )  # of a pass of what is drafted after a step: its nodes
+        self._draft_costs = draft_costs or CostModel(1)  # of a pass of what drafts after a step: its nodes
         self._counts = StepCounts()
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
