@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -39,6 +40,13 @@ from tools.proxy.delay_proxy import DelayProxy
 PROMPT = "The quick brown"
 UNREACHABLE = "127.0.0.1:1"
 SEEDED = SamplingParams(max_tokens=120, ignore_eos=True, seed=7, rule=Rule.GUMBEL, num_draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    """A message for each round: of a target that goes on by itself, one may bring several."""
+    with local_stack(*pair, coordinator_options={"verify_ahead": False}) as running:
+        yield running
 
 
 @pytest.fixture

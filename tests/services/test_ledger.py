@@ -169,9 +169,10 @@ def test_eight_streams_on_two_places() -> None:
 
 def test_a_long_prompt_beside_four_streams() -> None:
     """It runs in one pass, and the streams that were asked for meanwhile wait in the verify service."""
-    options = {"max_prefill_tokens": 2048, "max_num_tokens": 2048}
+    options: dict[str, Any] = {"verify_options": {"max_prefill_tokens": 2048, "max_num_tokens": 2048}}
+    options["coordinator_options"] = {"verify_ahead": False}  # else they are in that pass
     with (
-        traced("emulated:step_ms=5,token_us=600", None, verify_options=options) as (stack, receiver),
+        traced("emulated:step_ms=5,token_us=600", None, **options) as (stack, receiver),
         ThreadPoolExecutor(4) as pool,
     ):
         streams = [pool.submit(generate, stack, seed=seed, max_tokens=24) for seed in range(4)]
