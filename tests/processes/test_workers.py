@@ -157,7 +157,7 @@ def test_fronts_share_a_port() -> None:
         address = front.ready(START_S)
         victim, _ = workers_of(front)
         victim.kill()
-        # Until its parent has reaped it: its last thread may still hold the socket, and what connects is reset.
+        # Until its parent has reaped it: its last thread may still hold the socket, which resets connections.
         wait_until(lambda: not psutil.pid_exists(victim.pid), HEAL_S)
         for _ in range(8):
             with urllib.request.urlopen(f"http://{address}/", timeout=5) as response:
