@@ -25,8 +25,10 @@ def running() -> Iterator[Fronted]:
 
 
 def entries(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, object]]:
-    """The records, as soon as there are so many: a client has its response a moment before. What the front was
-    asked while it started may be among them, late."""
+    """The records, as soon as there are so many: a client has its response a moment before.
+
+    What the front was asked while it started may be among them, late.
+    """
 
     def found() -> list[dict[str, object]]:
         records = [vars(record) for record in caplog.records if record.name == "specwire.http.access"]
