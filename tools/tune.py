@@ -22,11 +22,14 @@ from specwire.config.stack import TuneConfig
 from specwire.core import Load, SamplingParams
 from specwire.errors import ConfigError
 from specwire.v1 import generation_pb2
+from tools import texts
 from tools.bench.prompts import BUILT_IN
 
 _NUM_PROMPTS, _PROMPT_CHARACTERS = 16, 512
 _PASS_TOKENS = (1, 5, 17, 65)
 """Tokens of a sequence in a pass: plain decoding, a chain of 4, trees of 16 and 64."""
+_FIXED_TOKENS = 8
+"""Draft tokens a round of the first requests: what is accepted is to be known even where it does not pay."""
 _NUM_WAYS = 3
 """Ways that are listed for a number of streams, besides plain decoding."""
 _PLAIN = "plain"
@@ -70,10 +73,7 @@ def read_prompts(path: str) -> list[str]:
     """
     if not path:
         return [*BUILT_IN]
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path}: cannot be read ({error})") from None
+    text = texts.read(path)
     if len(text) < _PROMPT_CHARACTERS:
         raise ConfigError(f"--text {path}: has {len(text)} characters, under {_PROMPT_CHARACTERS}")
     step = max(1, (len(text) - _PROMPT_CHARACTERS) // (_NUM_PROMPTS - 1))
@@ -85,9 +85,10 @@ async def _tuned(address: str, prompts: list[str], config: TuneConfig, params: S
     """All tables."""
     async with AsyncClient(address, timeout_s=600.0) as client:
         target, _ = await client.get_model_info()
-        done: list[Completion] = []
+        drafted = replace(params, num_draft_tokens=_FIXED_TOKENS)
+        done = [await client.generate(prompt, replace(drafted, seed=n)) for n, prompt in enumerate(prompts)]
         found = [
-            await _measure(client, prompts, params, num, config, done)
+            await _measure(client, prompts, params, num, config)
             for num in config.num_streams
             if num <= config.measured_streams
         ]
@@ -105,7 +106,6 @@ async def _measure(
     params: SamplingParams,
     num_streams: int,
     config: TuneConfig,
-    done: list[Completion],
 ) -> Measured:
     """Automatic and plain requests in turns, none of which finds its prompt in a cache."""
     found = Measured(num_streams, [], [])
@@ -118,7 +118,6 @@ async def _measure(
                 *(client.generate(prompts[n % len(prompts)], replace(asked, seed=n)) for n in numbers)
             )
             rates.append(sum(len(each.token_ids) for each in answers) / (time.monotonic() - began_s))
-            done += answers
         print(f"{num_streams} streams: turn {turn + 1} of {config.turns}", file=sys.stderr, flush=True)
     return found
 
@@ -137,7 +136,7 @@ def _costs(load: Load) -> str:
 
 
 def _acceptance(done: Sequence[Completion]) -> str:
-    """Of draft tokens by their place, in all requests."""
+    """Of draft tokens by their place, in requests that fix their number."""
     drafted, accepted = [0] * 64, [0] * 64
     for each in done:
         for place, num in enumerate(each.speculation.drafted_per_position):

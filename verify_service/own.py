@@ -143,12 +143,14 @@ class Judged(NamedTuple):
     verdict: Verdict
 
     def judge(self) -> None:
-        """Apply the rule, if no drafter has; there is no outcome where it cannot be."""
+        """Apply the rule, if no drafter has; without an outcome nothing goes on, and the verdict stands."""
         if self.drafting.outcome is None and NO_TOKEN not in self.verdict.target_token_ids:
             try:
                 self.drafting.judge(self.sequence, self.verdict)
             except SpecwireError as error:
                 log.debug("a verdict cannot be judged: %s", error)
+            except Exception:
+                log.exception("going on failed")
 
 
 class OwnDrafts(Protocol):

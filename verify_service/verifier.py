@@ -272,26 +272,22 @@ class VerifyDecider:
         """Verdicts, then what is proposed after them, and the rounds that sequences begin by themselves."""
         self._set_verdicts(jobs, judged)
         self.drafting = NO_DRAFTING
-        starts = [0, *accumulate(job.num_rows for job in jobs)]
-        following = [
-            own.Judged(job.sequence, job.drafting, start, job.result)
+        starts = accumulate((job.num_rows for job in jobs), initial=0)
+        going_on = [
+            (job, own.Judged(job.sequence, job.drafting, start, job.result))
             for job, start in zip(jobs, starts, strict=False)
             if isinstance(job, VerifyJob) and job.drafting and isinstance(job.result, Verdict)
         ]
-        if not following:
-            return
-        drafted = [each for each in following if each.drafting.wanted.num_draft_tokens]
+        drafted = [each for _, each in going_on if each.drafting.wanted.num_draft_tokens]
         if drafted and self.drafts is not None:
             started_ns = clock.stopwatch_ns()
             self.drafts.propose(drafted, judged.states)
             spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
             counts = self.drafts.num_passes, self.drafts.num_nodes
             self.drafting = Drafting(*counts, spent_ns - prefill_ns, prefill_ns)
-        for each in following:
+        for job, each in going_on:
             each.judge()
-        for job in jobs:
-            if isinstance(job, VerifyJob):
-                job.follow()
+            job.follow()
 
     @staticmethod
     def _set_verdicts(jobs: Sequence[Job], judged: Judged) -> None:

@@ -211,16 +211,20 @@ class TestAnotherOutcome:
 
         monkeypatch.setattr(Ahead, "after", wrong)
 
+    @staticmethod
+    def assert_noticed(on: Watched, caplog: pytest.LogCaptureFixture) -> None:
+        assert on.num_disagreements == 1, "of a sequence, none is believed after the first"
+        assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
+        on.servicer._verify.num_disagreements = 0
+
     def test_it_is_counted_and_changes_nothing(
         self, on: Watched, expected: Completion, sabotaged: None, caplog: pytest.LogCaptureFixture
     ) -> None:
         num_before = on.num_begun
         with caplog.at_level(logging.ERROR):
             assert on.generate(GUMBEL).token_ids == expected.token_ids
-        assert on.num_disagreements == 1, "of a sequence, none is believed after the first"
         assert on.num_begun == num_before
-        assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
-        on.servicer._verify.num_disagreements = 0
+        self.assert_noticed(on, caplog)
 
     def test_of_a_plain_round(
         self,
@@ -240,24 +244,25 @@ class TestAnotherOutcome:
         monkeypatch.setattr(Drafting, "judge", wrong)
         with caplog.at_level(logging.ERROR):
             assert on.generate(PLAIN).token_ids == expected.token_ids
-        assert on.num_disagreements == 1
-        assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
-        on.servicer._verify.num_disagreements = 0
+        self.assert_noticed(on, caplog)
 
+    @BOTH
     def test_a_defect_of_going_on_does_not_fail_the_round(
         self,
         on: Watched,
         expected: Completion,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
+        params: SamplingParams,
     ) -> None:
-        def broken(self: Ahead, proposal: Proposal, verdict: Verdict) -> Next | None:
+        def broken(*_: Any) -> None:
             raise ZeroDivisionError
 
         monkeypatch.setattr(Ahead, "after", broken)
+        monkeypatch.setattr(Drafting, "judge", broken)
         num_before = on.num_begun
         with caplog.at_level(logging.ERROR):
-            assert on.generate(GUMBEL).token_ids == expected.token_ids
+            assert on.generate(params).token_ids == expected.token_ids
         assert on.num_begun == num_before
         assert any("going on failed" in record.getMessage() for record in caplog.records)
 

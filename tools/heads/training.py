@@ -22,6 +22,7 @@ from specwire.engine.model.loading import errors_naming, load_weights, read_conf
 from specwire.errors import ConfigError
 from specwire.support import IntArray
 from specwire.text import tokenizer
+from tools import texts
 from tools.heads.config import TrainHeadsConfig
 from tools.heads.descent import descend
 from tools.heads.fit import Inputs, fit
@@ -85,10 +86,7 @@ def _token_ids(config: TrainHeadsConfig, source: str) -> IntArray:
     loaded = tokenizer.load(source)
     if loaded is None:
         raise ConfigError(f"--target {config.target}: has no tokenizer")
-    try:
-        text = Path(config.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {config.text}: {error}") from None
+    text = texts.read(config.text)
     token_ids = np.array(loaded.encode(text[: _CHARS * config.tokens])[: config.tokens], np.int64)
     if len(token_ids) < WINDOW:
         raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {WINDOW}")

@@ -28,6 +28,7 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
 from specwire.text import tokenizer
+from tools import texts
 from tools.layers.config import SearchLayersConfig
 from tools.layers.objective import Promise, Trials, num_pages, promise
 
@@ -161,10 +162,7 @@ def _prompts(config: SearchLayersConfig, source: str) -> list[list[int]]:
     loaded = tokenizer.load(source)
     if loaded is None:
         raise ConfigError(f"--target {config.target}: has no tokenizer")
-    try:
-        text = Path(config.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {config.text}: {error}") from None
+    text = texts.read(config.text)
     size = len(text) // config.prompts
     pieces = [loaded.encode(text[i * size : (i + 1) * size])[:PROMPT_LEN] for i in range(config.prompts)]
     pieces = [piece for piece in pieces if len(piece) >= _LEAST_PROMPT_LEN]
