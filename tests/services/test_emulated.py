@@ -58,5 +58,6 @@ def test_a_pass_takes_the_time_that_was_set() -> None:
     params = SamplingParams(max_tokens=20, num_draft_tokens=0)
     with local_stack("emulated:step_ms=20") as stack:
         done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
-    assert done.timing.verify_ms >= 20 * 20
-    assert done.timing.verify_ms < 20 * 20 * 1.5
+    assert done.timing.total_ms >= 20 * 20
+    # Passes go on by themselves: what the coordinator does between two answers is not waited for.
+    assert 20 * 20 * 0.9 < done.timing.verify_ms < 20 * 20 * 1.5

@@ -153,9 +153,10 @@ def test_a_cache_that_is_too_small(served: Served) -> None:
 def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     params = replace(GREEDY, draft=served.source, num_draft_tokens=2)
     stack.client.generate(params=params, prompt_token_ids=PROMPT)
-    shown, ways = drafts.show(ClientConfig(server=stack.address), colour=False).split("\n\n")
+    shown, *ways = drafts.show(ClientConfig(server=stack.address), colour=False).split("\n\n")
     rows = {line.split()[0]: line for line in shown.splitlines()}
-    assert re.search(r"^plain +(now )? +\d+ +-$", ways, re.MULTILINE), "it is chosen among them"
+    if served.source not in ON_REQUEST:
+        assert re.search(r"^plain +(now )? +\d+ +-$", ways[0], re.MULTILINE), "it is chosen among them"
     own = ["heads", "layers", "mtp", "dflash"]
     texts = ["ngram", "suffix", "unigram", "bigram", "trigram"]
     assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *texts]
