@@ -43,6 +43,8 @@ RULES = {
     "rejection": SamplingParams(rule=Rule.REJECTION),
     "gumbel": SamplingParams(rule=Rule.GUMBEL),
 }
+SHAPES = {"widened": widen.SHAPE_250M, "8b": widen.SHAPE_8B}
+PAIRS = (EMBEDDED, *SHAPES)
 NUM_TOKENS = 64
 NUM_LEARNING_TOKENS = 1000
 """Of automatic requests; after so many it is to be as good as the best fixed setting."""
@@ -133,30 +135,29 @@ def points(pairs: Sequence[str], streams: Sequence[int], rules: Sequence[str]) -
     return (Point(pair, num, rule) for pair in pairs for num in streams for rule in rules)
 
 
-def config_of(pair: str) -> UpConfig:
-    """What `specwire up` is given: the models, and a port."""
+def config_of(pair: str, device: str) -> UpConfig:
+    """What `specwire up` is given: the models, where they run, and a port."""
+    config = UpConfig(address="127.0.0.1:0", log_level="warning", device=device, draft_device=device)
     if pair == EMBEDDED:
-        return UpConfig(address="127.0.0.1:0", log_level="warning")
-    target = widen.cached(embedded.TARGET_DIR, widen.SHAPE_250M, torch.bfloat16, CACHE)
-    draft = str(embedded.DRAFT_DIR)
-    return UpConfig(
-        target=str(target), draft=draft, dtype="bfloat16", address="127.0.0.1:0", log_level="warning"
-    )
+        return config
+    target = widen.cached(embedded.TARGET_DIR, SHAPES[pair], torch.bfloat16, CACHE, device)
+    return replace(config, target=str(target), draft=str(embedded.DRAFT_DIR), dtype="bfloat16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write what was measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.choice", description=__doc__)
-    parser.add_argument("--pairs", nargs="+", default=[EMBEDDED, "widened"], choices=[EMBEDDED, "widened"])
+    parser.add_argument("--pairs", nargs="+", default=[*PAIRS[:2]], choices=PAIRS)
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--rules", nargs="+", default=[*RULES], choices=[*RULES])
+    parser.add_argument("--device", default="cpu", help="of target and draft")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the table here, and figures beside it as JSON")
     args = parser.parse_args(argv)
     print("\n".join(HEADER), flush=True)
     found = []
     for point in points(args.pairs, args.streams, args.rules):
-        config = config_of(point.pair)
+        config = config_of(point.pair, args.device)
         with Stack(config) as stack, Stack(replace(config, draft_placement="service")) as other:
             found.append(asyncio.run(measure(stack.address, other.address, point, args.turns)))
         print(found[-1].row, flush=True)

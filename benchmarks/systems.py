@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from benchmarks.batching import BatchOrder
@@ -40,12 +40,14 @@ class Sample:
         elapsed_s: from the request to the last token, prefill included.
         num_passes: forward passes of the target, the prefill's counted.
         own_ms: the coordinator's own time over all rounds; specwire only.
+        stages_ms: of all rounds, by stage; specwire only.
     """
 
     elapsed_s: float
     token_ids: Sequence[int]
     num_passes: int
     own_ms: float = 0.0
+    stages_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 class System(Protocol):
@@ -118,6 +120,7 @@ class SpecwireSystem:
             token_ids=done.token_ids,
             num_passes=done.speculation.num_rounds,
             own_ms=own_ms(done.timing),
+            stages_ms={stage.value: done.timing.of(stage) for stage in Stage},
         )
 
 

@@ -130,7 +130,7 @@ async def measure(urls: dict[str, tuple[str, str]], args: argparse.Namespace) ->
 
 def measured(pair: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """All points of a pair."""
-    config = replace(config_of(pair), http_address="127.0.0.1:0")
+    config = replace(config_of(pair, "cpu"), http_address="127.0.0.1:0")
     target = str(embedded.TARGET_DIR) if pair == EMBEDDED else config.target
     dtype = "float32" if pair == EMBEDDED else "bfloat16"
     with contextlib.ExitStack() as stack:

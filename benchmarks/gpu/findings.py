@@ -26,6 +26,7 @@ class Findings:
         rates: tokens/s by temperature and system, one entry a repetition.
         same_text: greedy, prompts with plain generate's very tokens, by system.
         notes: of the systems (tokens a pass, share of prepared rounds), by temperature and system.
+        stages_ms: what a round spent its time on, by temperature, system and stage; of the last repetition.
         problems: what could not be measured, and why.
         seconds: how long each phase took.
     """
@@ -40,6 +41,7 @@ class Findings:
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     same_text: dict[str, str] = field(default_factory=dict)
     notes: dict[str, dict[str, str]] = field(default_factory=dict)
+    stages_ms: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.names import LOCKSTEP, NO_SPECULATION, PLAIN, PREPARED
+from benchmarks.names import LOCKSTEP, NO_SPECULATION, PLAIN, PREPARED, SPECWIRE
 from benchmarks.peers import Peer
 from benchmarks.systems import Sample, SpecwireSystem, System, Work, transformers_systems
 from specwire import Client
@@ -82,39 +82,41 @@ def _peer(plan: Plan) -> Peer:
 
 @contextlib.contextmanager
 def _specwire(plan: Plan) -> Iterator[list[System]]:
-    """Draft and verify as two processes on the one device, and a coordinator for each way of drafting."""
+    """As `specwire up` starts it, and with the draft in a process of its own on the same device, where one
+    coordinator has outcomes prepared and another one does not."""
     config = UpConfig(
         target=str(plan.target),
         draft=str(plan.draft),
-        draft_placement="service",
         dtype=plan.dtype,
         draft_dtype=plan.dtype,
         device=plan.device,
         draft_device=plan.device,
         address="127.0.0.1:0",
-        num_outcomes="0",
         num_kv_tokens=plan.num_kv_tokens,
         num_threads=plan.num_threads,
         grace_s=1.0,
     )
-    with Stack(config) as stack, contextlib.ExitStack() as others:
-        assert stack.draft is not None
+    apart = replace(config, draft_placement="service", num_outcomes="0")
+    with contextlib.ExitStack() as open_until_the_end:
+        default, lockstep = (open_until_the_end.enter_context(Stack(each)) for each in (config, apart))
+        assert lockstep.draft is not None
         flags = {
             "address": "127.0.0.1:0",
-            "verify_address": stack.verify.address,
-            "draft_address": stack.draft.address,
+            "verify_address": lockstep.verify.address,
+            "draft_address": lockstep.draft.address,
             "grace_s": 1.0,
         }
         words = [word for name, value in flags.items() for word in flag_words(name, value)]
         ahead = Service("coordinator", words)
-        others.callback(ahead.stop)
+        open_until_the_end.callback(ahead.stop)
         ahead.ready(60.0)
-        client, client_ahead = (
-            others.enter_context(Client(address)) for address in (stack.address, ahead.address)
+        client, client_lockstep, client_ahead = (
+            open_until_the_end.enter_context(Client(each.address)) for each in (default, lockstep, ahead)
         )
         yield [
             SpecwireSystem(NO_SPECULATION, client, 0),
-            SpecwireSystem(LOCKSTEP, client, None),
+            SpecwireSystem(SPECWIRE, client, None),
+            SpecwireSystem(LOCKSTEP, client_lockstep, None),
             SpecwireSystem(PREPARED, client_ahead, None),
         ]
 
@@ -147,7 +149,13 @@ def _note(findings: Findings, temperature: float, samples: dict[str, list[Sample
     for name, of_one in samples.items():
         num_tokens = sum(len(sample.token_ids) for sample in of_one)
         rates.setdefault(name, []).append(num_tokens / sum(sample.elapsed_s for sample in of_one))
-        notes[name] = f"{num_tokens / sum(sample.num_passes for sample in of_one):.2f}"
+        num_passes = sum(sample.num_passes for sample in of_one)
+        notes[name] = f"{num_tokens / num_passes:.2f}"
+        if of_one[0].stages_ms:
+            findings.stages_ms.setdefault(f"{temperature:g}", {})[name] = {
+                stage: round(sum(sample.stages_ms[stage] for sample in of_one) / num_passes, 3)
+                for stage in of_one[0].stages_ms
+            }
 
 
 def _compare_texts(findings: Findings, texts: dict[str, list[Sequence[int]]]) -> None:
