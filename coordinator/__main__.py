@@ -37,7 +37,7 @@ async def _serve(args: argparse.Namespace) -> None:
         return
     from coordinator.service import serving  # after the flags were checked
 
-    await process.run_until_signal(serving(settings))
+    await process.run_until_signal(serving(settings), shows_life=is_worker)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ _POLL_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STEADY_S = 60.0
 """A process that served for this long did not fail because of its start."""
+MAX_SILENCE_S = 10.0
+"""A process that shows signs of life, one a second, and has shown none for so long hangs. An event loop that
+works is never kept so long, by whatever else a machine does."""
 
 
 class KeptService(abc.ABC):
@@ -27,14 +30,16 @@ class KeptService(abc.ABC):
         service: the process at present, or the last one, until the next one starts.
     """
 
-    def __init__(self, max_failures: float = math.inf) -> None:
+    def __init__(self, max_failures: float = math.inf, *, max_silence_s: float = math.inf) -> None:
         """Start it; it does not serve yet.
 
         Args:
             max_failures: in a row; after so many it is not started again.
+            max_silence_s: without a sign of life (`run_until_signal`), after which `keep` ends it by force.
         """
         self._max_failures = max_failures
         self._num_failures = 0
+        self._max_silence_s, self._silence_s = max_silence_s, 0.0
         self._address = ""
         self._serving_since_s = self._due_s = math.inf
         self.service = self._start("")
@@ -88,9 +93,16 @@ class KeptService(abc.ABC):
         self._due_s = now_s + seconds
 
     async def keep(self) -> None:
-        """Restart it whenever it ends, until cancelled. Raises as `restart_if_due`."""
+        """End it if it hangs, restart it whenever it ends, until cancelled. Raises as `restart_if_due`."""
         while True:
             self.restart_if_due(time.monotonic())
+            # Silence is counted in our own polls: when the whole machine pauses, neither does anything.
+            is_silent = self.service.address and not self.service.shows_life()
+            self._silence_s = self._silence_s + _POLL_S if is_silent else 0.0
+            if self._silence_s > self._max_silence_s:
+                log.warning("%s hangs: no sign of life for %g s", self.name, self._max_silence_s)
+                await asyncio.to_thread(self.service.stop, 0.0)
+                self._silence_s = 0.0
             await asyncio.sleep(_POLL_S)
 
     async def stop(self, grace_s: float) -> None:

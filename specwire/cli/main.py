@@ -257,5 +257,5 @@ def _http(args: argparse.Namespace) -> int:
 
     is_one = settings.workers == 1 or is_worker
     serving = server.serving(settings) if is_one else replicas.workers(["specwire.cli", "http"], settings)
-    asyncio.run(process.run_until_signal(serving))
+    asyncio.run(process.run_until_signal(serving, shows_life=is_worker))
     return 0

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -87,6 +88,14 @@ class Service:
         if line.startswith(READY):
             self.address = line.removeprefix(READY).split()[0]
         return bool(self.address)
+
+    def shows_life(self) -> bool:
+        """Whether its standard output has more since the last call, or has ended; once it serves."""
+        assert self.process.stdout is not None
+        is_readable = bool(select.select([self.process.stdout], [], [], 0)[0])
+        if is_readable:
+            os.read(self.process.stdout.fileno(), select.PIPE_BUF)
+        return is_readable
 
     def terminate(self) -> None:
         """Send SIGTERM; returns at once. A second one ends the requests that the first one lets finish."""

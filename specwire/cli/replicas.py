@@ -1,15 +1,16 @@
 """Several processes of one service that share nothing, as children of one that serves no request.
 
-One that ends is started again at its address. If one cannot start the first time, the command ends: its next
-start would fail in the same way. Replicas (`verify --replicas N`) have ports of their own. Workers
-(`coordinator --workers N`, `http --workers N`) have one port, where the kernel gives each new connection to
-one of them.
+One that ends is started again at its address; a worker that hangs is ended first. If one cannot start the
+first time, the command ends: its next start would fail in the same way. Replicas (`verify --replicas N`) have
+ports of their own. Workers (`coordinator --workers N`, `http --workers N`) have one port, where the kernel
+gives each new connection to one of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from specwire.cli.kept import KeptService
+from specwire.cli.kept import MAX_SILENCE_S, KeptService
 from specwire.cli.process import Service, wait_ready
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
@@ -31,7 +32,15 @@ _WORKER = "_SPECWIRE_WORKER"
 class Replica(KeptService):
     """One of the processes, and those that replace it."""
 
-    def __init__(self, name: str, command: Sequence[str], config: Any, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        config: Any,
+        environ: Mapping[str, str],
+        *,
+        max_silence_s: float = math.inf,
+    ) -> None:
         """Start it; it does not serve yet.
 
         Args:
@@ -39,9 +48,10 @@ class Replica(KeptService):
             command: module, and words before the flags.
             config: what all flags are set to.
             environ: added to the environment of the process.
+            max_silence_s: see `KeptService`.
         """
         self._name, self._command, self._config, self._environ = name, command, config, environ
-        super().__init__()
+        super().__init__(max_silence_s=max_silence_s)
 
     def _start(self, address: str) -> Service:
         config = replace(self._config, address=address) if address else self._config
@@ -105,7 +115,8 @@ async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig
             if isinstance(own, CoordinatorConfig):
                 metrics = next_address("metrics_address", own.metrics_address, number)
                 own = replace(own, metrics_address=metrics)
-            made.append(Replica(f"worker {number + 1} at", command, own, {_WORKER: "1"}))
+            name, environ = f"worker {number + 1} at", {_WORKER: "1"}
+            made.append(Replica(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
         async with kept(made, config.grace_s):
             yield address
 

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -20,6 +21,8 @@ from specwire.rpc import descriptors, interrupts, private
 from specwire.telemetry import logs, stacks
 
 log = logging.getLogger(__name__)
+
+_LIFE_S = 1.0
 
 
 class _Ending:
@@ -55,21 +58,29 @@ class _Ending:
         self._task.cancel()
 
 
-async def run_until_signal(serving: AbstractAsyncContextManager[str]) -> None:
+async def run_until_signal(serving: AbstractAsyncContextManager[str], *, shows_life: bool = False) -> None:
     """Enter a service, print `ready HOST:PORT` on standard output, and leave it at SIGINT or SIGTERM.
 
     A second signal cancels what the first one lets finish, and so does a second after SIGINT.
+
+    Args:
+        shows_life: print an empty line each second for as long as it serves or ends, for a parent that ends
+            what hangs (`cli.kept`).
 
     Raises:
         KeyboardInterrupt: it was SIGINT.
     """
     descriptors.set_up()
     ending = _Ending()
+    life = asyncio.create_task(_show_life()) if shows_life else None
     try:
         await _serve_until(serving, ending)
     except asyncio.CancelledError:
         if not ending.is_forced:
             raise
+    finally:
+        if life is not None:
+            life.cancel()
     if ending.number == signal.SIGINT:
         raise KeyboardInterrupt
 
@@ -84,6 +95,16 @@ async def _serve_until(serving: AbstractAsyncContextManager[str], ending: _Endin
         gc.freeze()
         print(f"ready {address}", flush=True)
         await ending.begun.wait()
+
+
+async def _show_life() -> None:
+    """On the event loop that serves: what keeps the loop from serving keeps it from this, too."""
+    stdout = sys.stdout.fileno()
+    os.set_blocking(stdout, False)
+    while True:
+        with contextlib.suppress(BlockingIOError):  # the parent hangs itself, and the pipe is full
+            os.write(stdout, b"\n")
+        await asyncio.sleep(_LIFE_S)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -102,12 +103,15 @@ def test_each_worker_answers_for_itself(coordinators: Coordinators) -> None:
     asyncio.run(main())
 
 
-def test_a_killed_worker_is_replaced_and_no_generation_is_lost(coordinators: Coordinators) -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+def test_a_worker_that_fails_is_replaced_and_no_generation_is_lost(
+    coordinators: Coordinators, fault: signal.Signals
+) -> None:
     """They are resumed at the other one."""
 
     async def main() -> None:
         async with generating(coordinators) as (_, tasks):
-            victim.kill()
+            victim.send_signal(fault)
             done = await asyncio.gather(*tasks)
             assert len({each.token_ids for each in done}) == 1
             assert any(each.num_resumes for each in done)
