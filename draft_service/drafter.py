@@ -22,8 +22,8 @@ from specwire.core import Proposal, num_in_common
 from specwire.engine.device import NO_DRAFTING
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
-from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
-from specwire.proposals.estimate.growth import TreeGrowth
+from specwire.proposals.estimate.calibration import NUM_RANKS
+from specwire.proposals.estimate.growth import NUM_EXPANDED, SHARPNESS, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
@@ -32,12 +32,6 @@ from specwire.rule.rows import draw_supported, matched_scores, take_rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import FloatArray, IntArray, Support
 
-SHARPNESS = 2.0
-"""Of the softmax that turns scores into shares. A draft that is near its target is right more often than its
-scores say. With the embedded pair, trees of 32 nodes and 8 passes commit so many tokens a round at sharpness
-1, 1.5, 2, 3 and 4: 4.97, 5.80, 6.22, 6.05, 5.85 (greedy), 4.55, 5.22, 5.32, 5.12, 5.02 (Gumbel coupling)."""
-NUM_EXPANDED = 8
-"""Most nodes of a tree that a pass expands: 4, 8 and 16 commit equally many tokens, 2 some 5 % less."""
 _NOTHING: Mapping[int, Any] = {}
 """Of fields that are empty by default; ranks of a group pickle them, which mapping proxies do not allow."""
 
@@ -200,28 +194,20 @@ class PeekJob(DraftJob):
 
 @dataclass(eq=False)
 class TreeJob(DraftJob):
-    """Commit tokens, then grow a tree of `num_draft_tokens` nodes, in at most `max_depth` forward passes.
+    """Commit tokens, then grow a tree of `num_draft_tokens` nodes, in at most `growth.max_depth` passes.
 
     Every pass runs the nodes that are expanded next, all at once: they are the sequence's last tokens, as a
     tree. The others are never run.
 
     Attributes:
-        max_depth: longest path, in nodes.
-        calibration: of the draft's candidates.
         growth: the nodes found so far.
         nodes: those of the proposal, in its order; set with the result.
     """
 
-    max_depth: int = 1
-    calibration: Calibration = field(default_factory=Calibration)
-    growth: TreeGrowth = field(init=False)
+    growth: TreeGrowth = field(kw_only=True)
     nodes: list[int] = field(init=False, default_factory=list)
-    _open: list[int] = field(init=False, default_factory=lambda: [-1])
+    _open: Sequence[int] = field(init=False, default=(-1,))  # run by the next pass; -1 is the prefix
     _num_passes: int = field(init=False, default=0)
-
-    def start(self) -> None:
-        super().start()
-        self.growth = TreeGrowth(self.num_draft_tokens, self.max_depth, self.calibration)
 
     @property
     def num_ranked(self) -> int:
@@ -230,87 +216,59 @@ class TreeJob(DraftJob):
 
     def positions(self) -> list[int]:
         """After each node that was run."""
-        return _positions_after(self, self.growth, self._open)
+        depths = self.growth.depths
+        return [self.committed_len + (depths[node] + 1 if node >= 0 else 0) for node in self._open]
 
     def histories(self) -> list[Sequence[int]]:
         """Each node's own path."""
-        return _histories(self, self.growth, self._open)
+        return [[*self.before, *self.growth.path_to(node)] for node in self._open]
 
     def add(self, drawn: Drawn, row: int) -> None:
         """The candidates after the nodes that were run become nodes; the next pass runs the best of them."""
         if self.fails(drawn.token_ids[row], self._num_passes):
             return
-        _add_candidates(self.growth, self._open, drawn, row)
+        self._add_candidates(drawn, row)
         self._num_passes += 1
-        if self._num_passes < self.max_depth:
-            self._open = self.growth.expand(NUM_EXPANDED)
-        if self._num_passes == self.max_depth or not self._open:
+        is_last = self._num_passes == self.growth.max_depth
+        if not is_last and (nodes := self.growth.expand(NUM_EXPANDED)):
+            self._run(nodes)
+        else:
             self.nodes = self.growth.best()
             self.result = self.growth.proposal(self.committed_len)
-            return
-        self.num_rows = len(self._open)
-        _append_nodes(self, self.growth, self._open)
+
+    def _add_candidates(self, drawn: Drawn, first: int) -> None:
+        """Rows whose logits are not finite have none; others may have more than a job asked for."""
+        for row, node in enumerate(self._open, first):
+            self.growth.add(node, drawn.ranked[row][:NUM_RANKS], drawn.shares[row][:NUM_RANKS])
+
+    def _run(self, nodes: Sequence[int]) -> None:
+        """In the next pass. The sequence holds the expanded nodes in the order of their expansion."""
+        self._open, self.num_rows = nodes, len(nodes)
+        sequence = self.sequence
+        sequence.tokens += self.own_ids([self.growth.token_ids[node] for node in nodes])
+        sequence.tree = self.growth.extended(sequence.tree or TokenTree(self.own_len, ()), nodes)
 
 
 @dataclass(eq=False)
-class LeavesJob(DraftJob):
+class LeavesJob(TreeJob):
     """Finds what may follow the leaves of a tree: one more pass on its sequence.
 
     Attributes:
-        growth: of the tree, whose sequence is the job's.
         leaves: the nodes to expand.
     """
 
-    growth: TreeGrowth = field(kw_only=True)
     leaves: Sequence[int] = ()
 
     def start(self) -> None:
         """Nothing is committed: the sequence goes on as it is."""
-        self.own_len = len(self.sequence.tokens)
+        self.own_len = len(self.sequence.chain)
         self.growth.expanded += self.leaves
-        self.num_rows = len(self.leaves)
-        _append_nodes(self, self.growth, self.leaves)
-
-    @property
-    def num_ranked(self) -> int:
-        """Likeliest tokens that it needs of each row: all of them may follow."""
-        return self.num_candidates
-
-    def positions(self) -> list[int]:
-        """After each leaf."""
-        return _positions_after(self, self.growth, self.leaves)
-
-    def histories(self) -> list[Sequence[int]]:
-        """Each leaf's own path."""
-        return _histories(self, self.growth, self.leaves)
+        self._run(self.leaves)
 
     def add(self, drawn: Drawn, row: int) -> None:
         """The candidates become nodes, outside the proposal."""
-        _add_candidates(self.growth, self.leaves, drawn, row)
+        self._add_candidates(drawn, row)
         self.result = True
-
-
-def _positions_after(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[int]:
-    """The position after each node; after the prefix (-1) the first one."""
-    return [job.committed_len + (growth.depths[node] + 1 if node >= 0 else 0) for node in nodes]
-
-
-def _histories(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> list[Sequence[int]]:
-    """All tokens up to each node, on its own path."""
-    return [[*job.before, *growth.path_to(node)] for node in nodes]
-
-
-def _add_candidates(growth: TreeGrowth, nodes: Sequence[int], drawn: Drawn, first: int) -> None:
-    """Rows whose logits are not finite have none; others may have more than a job asked for."""
-    for row, node in enumerate(nodes, first):
-        growth.add(node, drawn.ranked[row][:NUM_RANKS], drawn.shares[row][:NUM_RANKS])
-
-
-def _append_nodes(job: DraftJob, growth: TreeGrowth, nodes: Sequence[int]) -> None:
-    """To the sequence, which holds the expanded nodes in the order of their expansion."""
-    sequence = job.sequence
-    sequence.tokens += job.own_ids([growth.token_ids[node] for node in nodes])
-    sequence.tree = growth.extended(sequence.tree or TokenTree(job.own_len, ()), nodes)
 
 
 class Drawn(NamedTuple):

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draft_service.chains import ChainsJob
-from draft_service.drafter import NUM_EXPANDED, DraftJob, LeavesJob, PeekJob, TreeJob
+from draft_service.drafter import DraftJob, LeavesJob, PeekJob, TreeJob
 from draft_service.inner.jobs import InnerJob
 from draft_service.inner.stream import InnerStream
 from draft_service.lessons import Lesson
@@ -43,6 +43,7 @@ from specwire.engine.replies import Sink
 from specwire.errors import ResourceExhaustedError, SpecwireError
 from specwire.proposals.estimate.calibration import NUM_RANKS
 from specwire.proposals.estimate.forecast import Forecast
+from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rule.columns import EDITED
 from specwire.telemetry.tracing import Span
@@ -381,8 +382,8 @@ class Lookahead:
                 return InnerJob(sequence, base_len, token_ids, inner=self._inner, **fields)
             kind = StringJob if is_text else DraftJob
             return kind(sequence, base_len, token_ids, **fields)
-        fields |= {"max_depth": max_depth, "calibration": self._forecast.calibration}
-        return TreeJob(sequence, base_len, token_ids, **fields)
+        growth = TreeGrowth(fields["num_draft_tokens"], max_depth, self._forecast.calibration)
+        return TreeJob(sequence, base_len, token_ids, growth=growth, **fields)
 
     def _committed(self, order: DraftOrder) -> Committed | None:
         """All tokens that a request commits, where the draft has another vocabulary."""

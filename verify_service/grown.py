@@ -24,7 +24,7 @@ from specwire.core import Outcome, Proposal, Verdict
 from specwire.engine.jobs import TokenSequence
 from specwire.proposals import tree
 from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
-from specwire.proposals.estimate.growth import TreeGrowth
+from specwire.proposals.estimate.growth import NUM_EXPANDED, SHARPNESS, TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.transfer import to_device, to_host
@@ -32,11 +32,6 @@ from specwire.support import Support, certain
 from verify_service.own import Drafting, Judged, Noise
 
 log = logging.getLogger(__name__)
-
-_SHARPNESS = 2.0
-"""Of the softmax that turns scores into shares, as for a draft model; the calibration corrects it."""
-_NUM_EXPANDED = 8
-"""Most nodes of a tree that a step expands."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +101,7 @@ class GrownDrafts:
         may_be_tree: whether proposals may be trees.
     """
 
-    sharpness = _SHARPNESS
+    sharpness = SHARPNESS
     support_len = 0
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
@@ -184,7 +179,7 @@ class GrownDrafts:
 
     def open_after(self, growing: Growing) -> list[int]:
         """The nodes to expand next; none where a proposal is done."""
-        return growing.growth.expand(_NUM_EXPANDED)
+        return growing.growth.expand(NUM_EXPANDED)
 
     def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
         """The likeliest tokens after each node become its children."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draft_service.drafter import SHARPNESS, DraftJob, Drawn
+from draft_service.drafter import DraftJob, Drawn
 from specwire.core import Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decider
@@ -25,6 +25,7 @@ from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.calibration import NUM_RANKS
+from specwire.proposals.estimate.growth import SHARPNESS
 from specwire.support import IntArray
 from verify_service.verifier import VerifyJob
 
