@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from specwire.core import ModelInfo, SamplingParams
+from specwire.core import ModelInfo, SamplingParams, check_token_id, check_token_ids
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.rpc.wire.client import message_from_proto, object_from_json, tools_from_json
 from specwire.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def check_prompt(
     if form == "token_ids":
         _check_not_empty(request.token_ids.ids)
         fitted(params, len(request.token_ids.ids), target)
-        check_vocabulary("prompt_token_ids", request.token_ids.ids, target)
+        check_token_ids("prompt_token_ids", request.token_ids.ids, target.vocab_size)
     elif tokenizer is None:
         field = "messages" if form == "messages" else "prompt"
         raise UnsupportedError(field, form, "the target has no tokenizer; give prompt_token_ids")
@@ -101,10 +101,9 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
         UnsupportedError: stop strings without a tokenizer, a grammar where the target has none or with
             `min_tokens`, log probabilities of a prompt that an encoder reads.
     """
-    check_vocabulary("stop_token_ids", params.stop_token_ids, target)
+    check_token_ids("stop_token_ids", params.stop_token_ids, target.vocab_size)
     for token_id in params.logit_bias:
-        if not 0 <= token_id < target.vocab_size:
-            raise _outside_vocabulary(f"logit_bias[{token_id}]", token_id, target)
+        check_token_id(f"logit_bias[{token_id}]", token_id, target.vocab_size)
     if params.min_tokens and len(_early_ends(params, target)) >= target.vocab_size:
         raise InvalidRequestError("min_tokens", params.min_tokens, "every token would end the output")
     if params.min_tokens and params.grammar is not None:
@@ -132,19 +131,6 @@ def with_early_ends(params: SamplingParams, target: ModelInfo) -> SamplingParams
 
 def _early_ends(params: SamplingParams, target: ModelInfo) -> set[int]:
     return {*params.stop_token_ids, *target.eos_token_ids}
-
-
-def check_vocabulary(name: str, token_ids: Sequence[int], target: ModelInfo) -> None:
-    """Raises:
-    InvalidRequestError: naming the first id that is outside the vocabulary.
-    """
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < target.vocab_size:
-        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < target.vocab_size)
-        raise _outside_vocabulary(f"{name}[{index}]", token_ids[index], target)
-
-
-def _outside_vocabulary(name: str, token_id: int, target: ModelInfo) -> InvalidRequestError:
-    return InvalidRequestError(name, token_id, f"is outside the vocabulary of {target.vocab_size}")
 
 
 def fitted(

@@ -25,9 +25,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordinator.prompts import check_vocabulary
 from specwire.completion import ResumeInfo
-from specwire.core import ModelInfo, SamplingParams
+from specwire.core import ModelInfo, SamplingParams, check_token_ids
 from specwire.errors import HandshakeError, InvalidRequestError
 
 _MAX_DIGEST_LEN = 64
@@ -63,7 +62,7 @@ def checked_resume_info(
         InvalidRequestError: an id is outside the vocabulary, or the digest is too long.
         HandshakeError: target, tokenizer or prompt differ from those of the earlier stream.
     """
-    check_vocabulary("generated_token_ids", generated_token_ids, target)
+    check_token_ids("generated_token_ids", generated_token_ids, target.vocab_size)
     if len(digest) > _MAX_DIGEST_LEN:
         raise InvalidRequestError("context_digest", f"{len(digest)} characters", f"over {_MAX_DIGEST_LEN}")
     ours = context_digest(prompt, target)

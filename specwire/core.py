@@ -674,3 +674,25 @@ def num_in_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
             break
         num_equal += 1
     return num_equal
+
+
+def check_token_ids(name: str, token_ids: Sequence[int] | IntArray, vocab_size: int) -> None:
+    """Refuse ids that a vocabulary does not have.
+
+    Raises:
+        InvalidRequestError: naming the first of them, by its place unless it is in an array: these are
+            columns of a message, or what is left of one.
+    """
+    if not isinstance(token_ids, Sequence):
+        for token_id in token_ids[(token_ids < 0) | (token_ids >= vocab_size)][:1]:
+            check_token_id(name, int(token_id), vocab_size)
+    elif token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        for i, token_id in enumerate(token_ids):
+            check_token_id(f"{name}[{i}]", token_id, vocab_size)
+
+
+def check_token_id(name: str, token_id: int, vocab_size: int) -> None:
+    """Raises:
+    InvalidRequestError: the vocabulary does not have the id.
+    """
+    _check(0 <= token_id < vocab_size, name, token_id, f"is outside the vocabulary of {vocab_size}")

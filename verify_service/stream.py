@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from specwire.config.security.bearer import Principal
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Load, Proposal, Rule, SamplingParams, Verdict
+from specwire.core import (
+    MAX_NUM_DRAFT_TOKENS,
+    Continuation,
+    Load,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Verdict,
+    check_token_ids,
+)
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
@@ -232,11 +241,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             raise InvalidRequestError(
                 "num_draft_tokens", len(drafts), f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]"
             )
-        if drafts and max(drafts) >= vocab_size:
-            i, token_id = next((i, each) for i, each in enumerate(drafts) if each >= vocab_size)
-            raise InvalidRequestError(
-                f"draft_token_ids[{i}]", token_id, f"is outside the vocabulary of {vocab_size}"
-            )
+        check_token_ids("draft_token_ids", drafts, vocab_size)
         return VerifyJob(
             tokens,
             order.base_len,
@@ -419,10 +424,7 @@ def _supports(order: VerifyOrder, params: SamplingParams, vocab_size: int) -> Se
         return order.supports
     for i, token_ids in enumerate(order.supports):
         name = f"support_token_ids[{i}]"
-        if len(token_ids) and token_ids.max() >= vocab_size:
-            raise InvalidRequestError(
-                name, int(token_ids.max()), f"is outside the vocabulary of {vocab_size}"
-            )
+        check_token_ids(name, token_ids, vocab_size)
         if len(np.unique(token_ids)) != len(token_ids):
             raise InvalidRequestError(name, token_ids.tolist(), "has an id twice")
     return order.supports

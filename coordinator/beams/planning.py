@@ -10,11 +10,11 @@ no network.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.generation import Plan, Round
 from specwire.proposals.estimate.costs import CostModel
+from specwire.proposals.estimate.rates import Mean
 
 _DEFAULT_TOKENS = 6
 """Draft tokens after each live beam, where the request fixes none."""
@@ -48,18 +48,6 @@ class Size(NamedTuple):
         return self.num_nodes + self.num_trees
 
 
-@dataclass
-class _Saved:
-    """Steps that took no pass, as a share of the depth of draft tokens; recent rounds count more."""
-
-    value: float
-    num_rounds: int = _FIRST_ROUNDS
-
-    def add(self, share: float) -> None:
-        self.num_rounds += 1
-        self.value += max(_RATE, 1 / self.num_rounds) * (share - self.value)
-
-
 class SharedBeamCosts:
     """What all searches of a coordinator learn together. Times in nanoseconds."""
 
@@ -68,7 +56,7 @@ class SharedBeamCosts:
         self._drafts = CostModel(3)  # by depth, number of draft tokens, tokens that the draft has to be sent
         self._openings = CostModel(1)  # by the last of these: the first drafts of a search
         self._token_ns = 0.0  # of a pass, as the target reports it
-        self._saved: dict[tuple[int, int], _Saved] = {}  # by number of beams, and depth
+        self._saved: dict[tuple[int, int], Mean] = {}  # steps saved, of the depth: by number of beams, depth
         self._spent_ns = self._lost_ns = 0.0
 
     def prefers_drafts(self, size: Size, plan: Plan, num_known: int) -> bool:
@@ -129,16 +117,14 @@ class SharedBeamCosts:
         token_ns = self._passes.rates[0] or self._token_ns
         return self._passes.predict((size.num_tokens, size.num_trees)) + token_ns * num_drafted
 
-    def _saved_share(self, size: Size, plan: Plan) -> _Saved:
+    def _saved_share(self, size: Size, plan: Plan) -> Mean:
+        """It begins as that of the width that is the most alike."""
         key = size.num_beams, plan.num_steps
         if key not in self._saved:
-            self._saved[key] = _Saved(self._nearest_share(size.num_beams))
+            nearest = min(self._saved, key=lambda other: abs(other[0] - size.num_beams), default=None)
+            first = self._saved[nearest].value if nearest else _FIRST_SHARE
+            self._saved[key] = Mean(first, num_rounds=_FIRST_ROUNDS, least_rate=_RATE)
         return self._saved[key]
-
-    def _nearest_share(self, num_beams: int) -> float:
-        """Of the width that is the most alike."""
-        nearest = min(self._saved, key=lambda key: abs(key[0] - num_beams), default=None)
-        return self._saved[nearest].value if nearest else _FIRST_SHARE
 
     def _may_lose(self, loss_ns: float) -> bool:
         """Whether a trial that is expected to cost so much is due; it is counted then."""

@@ -16,6 +16,7 @@ from coordinator.generation import Round
 from coordinator.length.ways import CHAIN, Seen, Way
 from specwire.core import Load
 from specwire.proposals.estimate.costs import CostModel
+from specwire.proposals.estimate.rates import Mean
 
 _RATE = 0.2
 """Learning rate of the moving averages."""
@@ -34,24 +35,16 @@ _FIRST_PROPOSALS = 3
 """After so many, costs are known: the first has a prompt in it."""
 
 
-class HitRate:
-    """Share of rounds whose proposal was there, or begun, when it was needed; recent rounds count more."""
-
-    def __init__(self) -> None:
-        self.rate, self._num_rounds = _FIRST_HIT_RATE, _FIRST_HIT_ROUNDS
-
-    def add(self, is_hit: bool) -> None:
-        """One round."""
-        self._num_rounds += 1
-        self.rate += max(_MIN_HIT_RATE, 1 / self._num_rounds) * (is_hit - self.rate)
-
-
 class _Proposals:
-    """What proposals of a shape cost, and how late those are that were prepared."""
+    """What proposals of a shape cost, and how late those are that were prepared.
+
+    Attributes:
+        hits: share of rounds whose proposal was there, or begun, when it was needed.
+    """
 
     def __init__(self) -> None:
         self.draft = CostModel(2)  # by number of draft tokens and of prefill tokens
-        self.hits = HitRate()
+        self.hits = Mean(_FIRST_HIT_RATE, num_rounds=_FIRST_HIT_ROUNDS, least_rate=_MIN_HIT_RATE)
         self.late_measured_ns = self.late_modelled_ns = 0.0
         self._sizes: set[int] = set()
 
@@ -153,7 +146,7 @@ class RoundCosts:
 
     def hit_rate(self, way: Way) -> float:
         """Of rounds whose outcomes are prepared."""
-        return self._proposals.get(way.num_nodes, self._proposals[CHAIN]).hits.rate
+        return self._proposals.get(way.num_nodes, self._proposals[CHAIN]).hits.value
 
     def round_ns(self, way: Way, num_steps: int, num_sequences: float | None = None) -> float:
         """A round that waits for its proposal, in passes of so many sequences, or as many as now."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from specwire.core import NO_TOKEN, Proposal, Verdict
+from specwire.core import NO_TOKEN, Proposal, Verdict, check_token_ids
 from specwire.errors import InternalError
 from specwire.rpc.wire.verify import Rows
-from specwire.support import IntArray
 
 _SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
@@ -44,15 +43,15 @@ def check_rows(rows: Rows, vocab_size: int) -> None:
     """Refuse target tokens and probabilities that no target has.
 
     Raises:
-        InternalError: naming what is wrong.
+        InternalError, InvalidRequestError: naming what is wrong.
     """
     is_there = rows.target_token_ids != NO_TOKEN
     if not len(rows.support_lens):
-        _check_range("target token", rows.target_token_ids[is_there], vocab_size)
+        check_token_ids("target_token_ids", rows.target_token_ids[is_there], vocab_size)
         return
     has_support = rows.support_lens > 0
     may_be_missing = has_support & (rows.tail_mass == 0)
-    _check_range("target token", rows.target_token_ids[is_there & ~may_be_missing], vocab_size)
+    check_token_ids("target_token_ids", rows.target_token_ids[is_there & ~may_be_missing], vocab_size)
     if not has_support.any():
         return
     starts = np.cumsum([0, *rows.support_lens[has_support][:-1]])
@@ -83,12 +82,6 @@ def check_verdict(verdict: Verdict, proposal: Proposal) -> None:
             raise InternalError("target probabilities that do not fit the supports")
     if verdict.logprobs:
         _check_logprobs(verdict, proposal)
-
-
-def _check_range(name: str, ids: IntArray, vocab_size: int) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        outside = ids[(ids < 0) | (ids >= vocab_size)]
-        raise InternalError(f"{name} {outside[0]} is outside the vocabulary of {vocab_size}")
 
 
 def _check_logprobs(verdict: Verdict, proposal: Proposal) -> None:

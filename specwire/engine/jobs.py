@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from specwire.core import SamplingParams
+from specwire.core import SamplingParams, check_token_ids
 from specwire.engine.cache import prefix
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.grammars.matcher import GrammarMatcher, LazyMasks
@@ -233,14 +233,4 @@ def check_job(job: Job, extra_len: int, *, context_len: int, vocab_size: int) ->
         raise InvalidRequestError("token_ids", [], "at least one token must be committed")
     if length + extra_len > context_len:
         raise ContextLengthError("token_ids", length + extra_len, f"over the context of {context_len}")
-    if job.token_ids and (min(job.token_ids) < 0 or max(job.token_ids) >= vocab_size):
-        for i, token_id in enumerate(job.token_ids):
-            check_token(f"token_ids[{i}]", token_id, vocab_size)
-
-
-def check_token(name: str, token_id: int, vocab_size: int) -> None:
-    """Raises:
-    InvalidRequestError: the token is outside the vocabulary.
-    """
-    if not 0 <= token_id < vocab_size:
-        raise InvalidRequestError(name, token_id, f"is outside the vocabulary of {vocab_size}")
+    check_token_ids("token_ids", job.token_ids, vocab_size)

@@ -28,13 +28,13 @@ from typing import Any, Protocol
 
 import torch
 
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams, check_token_id
 from specwire.engine.cache import prefix
 from specwire.engine.counts import EngineStatus, StepCounts
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.gathering import Gathering
-from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence, check_job, check_token
+from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence, check_job
 from specwire.engine.progress import LEAST_LIMIT_S, Heartbeat, Watchdog
 from specwire.engine.queues import JobQueues
 from specwire.engine.recovery import DeviceRecovery
@@ -154,7 +154,7 @@ class Engine:
             InvalidRequestError: for a parameter that names a token outside the vocabulary.
         """
         for token_id in params.logit_bias:
-            check_token(f"logit_bias[{token_id}]", token_id, self._vocab_size)
+            check_token_id(f"logit_bias[{token_id}]", token_id, self._vocab_size)
         return self._open(params, prompt_len, encoder_len)
 
     def open_fork(self, sequence: TokenSequence) -> TokenSequence:

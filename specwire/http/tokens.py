@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specwire.core import check_token_ids
 from specwire.errors import UnsupportedError
-from specwire.http.bodies.part import invalid
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from specwire.http.entry import Entry
 from specwire.http.model import Models, ServedModel
@@ -68,7 +68,5 @@ def _tokenized(tokenizer: Tokenizer, body: TokenizeBody, context_len: int) -> by
 
 
 def _detokenized(tokenizer: Tokenizer, body: DetokenizeBody, vocab_size: int) -> bytes:
-    for index, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < vocab_size:
-            raise invalid(f"tokens[{index}]", f"{token_id} is outside the vocabulary of {vocab_size}")
+    check_token_ids("tokens", body.tokens, vocab_size)
     return json.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}).encode()

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from specwire.core import SamplingParams
-from specwire.errors import InvalidRequestError
+from specwire.core import SamplingParams, check_token_id
 from specwire.rule.columns import GREEDY, Doubles, Row, Rows
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
@@ -67,12 +66,7 @@ def _bias_edits(index: int, params: SamplingParams, vocab_size: int) -> _Edit | 
     if not params.logit_bias:
         return None
     token_ids = np.fromiter(params.logit_bias.keys(), np.int64)
-    if token_ids.max() >= vocab_size:
-        raise InvalidRequestError(
-            f"logit_bias[{token_ids.max()}]",
-            params.logit_bias[int(token_ids.max())],
-            f"is outside the vocabulary of {vocab_size} tokens",
-        )
+    check_token_id(f"logit_bias[{token_ids.max()}]", int(token_ids.max()), vocab_size)
     return _Edit(index, token_ids, np.fromiter(params.logit_bias.values(), np.float64))
 
 

@@ -162,7 +162,7 @@ class TestVerdicts:
             received_verdict(dataclasses.replace(VERDICT, **changes), PROPOSAL)
 
     def test_a_matched_token_beyond_the_vocabulary(self) -> None:
-        with pytest.raises(InternalError, match="target token 8"):
+        with pytest.raises(InvalidRequestError, match="target_token_ids=8"):
             received_verdict(Verdict(5, [0, 8, 4]), Proposal(5, [1, 3]))
 
     def test_log_probabilities_without_the_draft_token(self) -> None:

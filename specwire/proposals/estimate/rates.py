@@ -1,4 +1,4 @@
-"""How many draft tokens of a kind are accepted, as one generation measures it. Pure."""
+"""Means of what rounds measured, in which recent rounds count more. Pure."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ class Rate:
         promised so many."""
         self._num_accepted = self._memory * self._num_accepted + num_accepted
         self._num_promised = self._memory * self._num_promised + num_promised
+
+
+class Mean:
+    """Of a measure of rounds: of all of them alike at first, and of the recent ones when there are many.
+
+    Args:
+        value: before any round; an attribute, too.
+        num_rounds: that this counts for.
+        least_rate: least weight of the latest round.
+    """
+
+    def __init__(self, value: float, *, num_rounds: int, least_rate: float) -> None:
+        self.value = value
+        self._num_rounds, self._least_rate = num_rounds, least_rate
+
+    def add(self, measured: float) -> None:
+        """One round."""
+        self._num_rounds += 1
+        self.value += max(self._least_rate, 1 / self._num_rounds) * (measured - self.value)
 
 
 def expected_tokens(probs: Iterable[float]) -> list[float]:

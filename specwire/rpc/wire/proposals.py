@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, Proposal
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, Proposal, check_token_ids
 from specwire.errors import InvalidRequestError
 from specwire.proposals import chains, tree
 from specwire.rpc.wire import columns
@@ -143,11 +143,11 @@ def check(found: ProposalColumns, vocab_size: int) -> None:
     Raises:
         InvalidRequestError: naming what is wrong.
     """
-    check_ids("token_ids", found.token_ids, vocab_size)
+    check_token_ids("token_ids", found.token_ids, vocab_size)
     if not any(found.has_supports):
         return
     drawn, ids, is_entry = found.token_ids[found.is_drawn], found.support_ids, found.is_entry
-    check_ids("support_token_ids", ids[is_entry], vocab_size)
+    check_token_ids("support_token_ids", ids[is_entry], vocab_size)
     probs = np.where(is_entry, found.support_probs, 0.0)
     is_first = is_entry[:, 1:] <= is_entry[:, :-1]
     if not is_entry.any(axis=1).all() or not is_first.all() or not (probs[is_entry] > 0).all():
@@ -160,15 +160,6 @@ def check(found: ProposalColumns, vocab_size: int) -> None:
         raise InvalidRequestError("support_token_ids", ids.tolist(), "has an id twice")
     if not (ids == drawn[:, None]).any(axis=1).all():
         raise InvalidRequestError("support_token_ids", ids.tolist(), "lacks the token that was drawn from it")
-
-
-def check_ids(name: str, ids: IntArray, vocab_size: int) -> None:
-    """Raises:
-    InvalidRequestError: one is outside of the vocabulary.
-    """
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        outside = ids[(ids < 0) | (ids >= vocab_size)]
-        raise InvalidRequestError(name, int(outside[0]), f"is outside the vocabulary of {vocab_size}")
 
 
 def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") -> list[Proposal]:
@@ -250,11 +241,11 @@ def paths_of(message: Any, vocab_size: int) -> list[Sequence[int]]:
     """The path of each proposal: the tokens between its `base_lens` and it.
 
     Raises:
-        InvalidRequestError: columns that do not fit each other, or tokens outside of the vocabulary.
+        InvalidRequestError: columns that do not fit each other, or tokens outside the vocabulary.
     """
     path_lens, total = columns.counts_of("path_lens", message.path_lens)
     token_ids = columns.unpack("path_token_ids", message.path_token_ids, total)
-    check_ids("path_token_ids", token_ids, vocab_size)
+    check_token_ids("path_token_ids", token_ids, vocab_size)
     return columns.split(token_ids.tolist(), path_lens)
 
 
