@@ -55,7 +55,7 @@ class ChainsJob(DraftJob):
 
     def add(self, drawn: Drawn, row: int) -> None:
         """A token of each chain; unless they are the last, the next pass runs them."""
-        token_ids = drawn.of_chains[row]
+        token_ids = [drawn.of_chains[row + first, chain] for chain, first in enumerate(self._firsts)]
         if self.fails(min(token_ids), self._depth):
             return
         self._append_nodes(token_ids)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from specwire.rule.rows import draw_supported, matched_scores, take_rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import FloatArray, IntArray, Support
 
-_NOTHING: Mapping[int, Any] = {}
+_NOTHING: Mapping[Any, Any] = {}
 """Of fields that are empty by default; ranks of a group pickle them, which mapping proxies do not allow."""
 
 
@@ -282,7 +281,7 @@ class Drawn(NamedTuple):
         shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone;
             empty if none are.
         own_ids: by row of jobs that draft text, the likeliest of the draft's own tokens that it may choose.
-        of_chains: by first row of jobs with several chains, a token for each of these.
+        of_chains: by row and number of chains, of jobs with several, the next token of each.
     """
 
     token_ids: list[int]
@@ -290,23 +289,7 @@ class Drawn(NamedTuple):
     ranked: Sequence[list[int]] = ()
     shares: Sequence[list[float]] = ()
     own_ids: Mapping[int, int] = _NOTHING
-    of_chains: Mapping[int, Sequence[int]] = _NOTHING
-
-    def and_then(self, other: Drawn, order: Sequence[int]) -> Drawn:
-        """The rows of both, in this order."""
-        columns: Any = zip(self._filled()[:4], other._filled()[:4], strict=True)
-        both = ([*ours, *theirs] for ours, theirs in columns)
-        ordered: Any = ([column[i] for i in order] for column in both)
-        return Drawn(*ordered)
-
-    def _filled(self) -> Drawn:
-        num = len(self.token_ids)
-        return Drawn(
-            self.token_ids,
-            self.supports or [None] * num,
-            self.ranked or [[]] * num,
-            self.shares or [[]] * num,
-        )
+    of_chains: Mapping[tuple[int, int], int] = _NOTHING
 
 
 class Question(NamedTuple):
@@ -316,14 +299,14 @@ class Question(NamedTuple):
         limits: [num_rows], token ids from here on are excluded, 0 for no limit; empty without any.
         num_ranked: likeliest tokens wanted of each row.
         free: rows whose likeliest of all the draft's own tokens is wanted, too; or the likeliest of these.
-        draws: by first row of jobs with several chains, the row that the next token of each is drawn from.
+        draws: of jobs with several chains, the row that the next token of each is drawn from, and its number.
     """
 
     rows: Rows
     limits: Sequence[int]
     num_ranked: int
     free: Mapping[int, IntArray | None] = _NOTHING
-    draws: Mapping[int, Sequence[int]] = _NOTHING
+    draws: Sequence[tuple[int, int]] = ()
 
 
 class DraftDecider:
@@ -347,41 +330,30 @@ class DraftDecider:
     def ask(self, jobs: Sequence[Job]) -> Question:
         """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
-        sequences = [job.sequence for job in drafts]
-        encoded = [sequence.encoded for sequence in sequences]
         num_rows = [job.num_rows for job in drafts]
         edited: dict[int, Row] = {}
-        for i, one in enumerate(encoded):
-            if one.traits & EDITED:
-                edited |= enumerate(drafts[i].rows(), sum(num_rows[:i]))
+        free: dict[int, IntArray | None] = {}
+        draws: list[tuple[int, int]] = []
+        start = 0
+        for job in drafts:
+            if job.sequence.encoded.traits & EDITED:
+                edited |= enumerate(job.rows(), start)
+            if self._scores is not None:
+                free |= enumerate(job.free_rows(), start)
+            draws += [(start + row, chain) for chain, row in enumerate(job.draws)]
+            start += job.num_rows
         rows = Rows(
-            encoded,
+            [job.sequence.encoded for job in drafts],
             num_rows,
             [job.position for job in drafts],
             [job.committed_len for job in drafts],
-            {i: drafts[i].positions() for i, each in enumerate(sequences) if each.tree is not None},
+            {i: job.positions() for i, job in enumerate(drafts) if job.sequence.tree is not None},
             edited,
         )
         limits = [job.vocab_limit for job in drafts]
         num_ranked = max((job.num_ranked for job in drafts), default=0)
         each_limit = np.repeat(limits, num_rows).tolist() if any(limits) else ()
-        free = self._free(drafts) if self._scores else {}
-        return Question(rows, each_limit, num_ranked, free, self._draws(drafts))
-
-    @staticmethod
-    def _draws(jobs: Sequence[DraftJob]) -> Mapping[int, Sequence[int]]:
-        starts = accumulate((job.num_rows for job in jobs), initial=0)
-        each = zip(starts, (job.draws for job in jobs), strict=False)
-        return {start: [start + row for row in draws] for start, draws in each if draws}
-
-    @staticmethod
-    def _free(jobs: Sequence[DraftJob]) -> Mapping[int, IntArray | None]:
-        starts = accumulate((job.num_rows for job in jobs), initial=0)
-        return {
-            row: ids
-            for start, job in zip(starts, jobs, strict=False)
-            for row, ids in enumerate(job.free_rows(), start)
-        }
+        return Question(rows, each_limit, num_ranked, free, draws)
 
     def decide(self, question: Question, logits: Tensor) -> Drawn:
         """One draft token for each row of the logits [num_rows, vocab_size]."""
@@ -397,26 +369,16 @@ class DraftDecider:
         matched, sampled = rows.having(MATCHED), rows.having(MATCHED, wanted=False)
         chosen, drawn = self._match(question, log_probs, matched), self._draw(question, log_probs, sampled)
         host = to_host(*chosen, *drawn)
-        of_chains = _by_job(question.draws, host.pop().tolist()) if question.draws else None
-        found = self._of_kinds(question, host, matched, sampled, len(chosen))
-        return found._replace(of_chains=of_chains) if of_chains else found
-
-    @staticmethod
-    def _of_kinds(
-        question: Question,
-        host: Sequence[Any],
-        matched: Places | None,
-        sampled: Places | None,
-        num_chosen: int,
-    ) -> Drawn:
-        """The rows where tokens are matched, and those that were sampled, from what is on the host."""
+        of_chains: Mapping[tuple[int, int], int] = _NOTHING
+        if question.draws:
+            of_chains = dict(zip(question.draws, host.pop().tolist(), strict=True))
         if sampled is None:
             return _matched(*host)
-        if matched is None:
-            return _supports(*host, num_ranked=question.num_ranked)
-        ours = _matched(*host[:num_chosen])
-        theirs = _supports(*host[num_chosen:], num_ranked=question.num_ranked)
-        return ours.and_then(theirs, np.argsort(np.concatenate([matched, sampled])).tolist())
+        found = _supports(*host[len(chosen) :], num_ranked=question.num_ranked)
+        if matched is not None:
+            order = np.argsort(np.concatenate([matched, sampled])).tolist()
+            found = _interleaved(_matched(*host[: len(chosen)]), found, order)
+        return found._replace(of_chains=of_chains)
 
     def apply(self, jobs: Sequence[Job], answer: Drawn) -> None:
         """See `device.Decider`."""
@@ -459,8 +421,7 @@ class DraftDecider:
         Args:
             ids, support_probs: of the rows at `places`.
         """
-        rows = np.concatenate([*map(np.array, question.draws.values())])
-        chains = np.concatenate([np.arange(len(draws)) for draws in question.draws.values()])
+        rows, chains = np.array(question.draws, np.int64).T
         some = question.rows.take(rows)
         numbers = uniforms(some.seeds, Purpose.DRAFT, some.positions, some.bases, chains)
         found = to_device(rows if isinstance(places, slice) else places.searchsorted(rows), ids.device)
@@ -468,9 +429,14 @@ class DraftDecider:
         return ids[found].gather(1, columns[:, None])[:, 0]
 
 
-def _by_job(draws: Mapping[int, Sequence[int]], token_ids: Sequence[int]) -> Mapping[int, Sequence[int]]:
-    ends = [*accumulate(map(len, draws.values()))]
-    return {first: token_ids[end - len(draws[first]) : end] for first, end in zip(draws, ends, strict=True)}
+def _interleaved(ours: Drawn, theirs: Drawn, order: Sequence[int]) -> Drawn:
+    """The rows of both in this order; a column that one of them lacks has nothing in its rows."""
+    columns: list[Any] = []
+    each: Any = zip(ours, theirs, (-1, None, (), ()), strict=False)
+    for one, other, nothing in each:
+        both = [*(one or [nothing] * len(ours.token_ids)), *(other or [nothing] * len(theirs.token_ids))]
+        columns.append([both[i] for i in order])
+    return Drawn(*columns)
 
 
 def _matched(token_ids: IntArray, *candidates: Any) -> Drawn:
