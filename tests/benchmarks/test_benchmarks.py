@@ -13,15 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import curve, names, prompts, report, single, volume, widen
+from benchmarks import curve, names, report, single, volume, widen
 from benchmarks.__main__ import Target, compare, measure_curve
-from benchmarks.batching import BatchOrder
-from benchmarks.curve import Curve
 from benchmarks.echo import EchoPair
 from benchmarks.names import CONTINUOUS
-from benchmarks.peers import Generator, Order, Peer
+from benchmarks.peers import Generator, Order
 from benchmarks.report import Bar
-from benchmarks.single import Comparison, Plan, Series
+from benchmarks.single import Plan
 from benchmarks.systems import Burst, Sample, Work
 from specwire import embedded
 from tests.support import tiny_models
@@ -82,16 +80,6 @@ def test_only_plain_llamas_are_widened() -> None:
     for model in (tiny_models.build("qwen2"), tiny_models.build("llama", attention_bias=True)):
         with pytest.raises(ValueError, match="only a Llama"):
             widen.widen(model, SHAPE, torch.float32)
-
-
-def test_the_widened_model_is_made_once(tmp_path: Path) -> None:
-    source = tiny_models.save(tiny_models.build("llama"), tmp_path / "small")
-    first = widen.cached(source, SHAPE, torch.bfloat16, tmp_path / "cache")
-    written_ns = (first / "model.safetensors").stat().st_mtime_ns
-    assert widen.cached(source, SHAPE, torch.bfloat16, tmp_path / "cache") == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == written_ns
-    other = dataclasses.replace(SHAPE, num_layers=4)
-    assert widen.cached(source, other, torch.bfloat16, tmp_path / "cache") != first
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -171,13 +159,6 @@ def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
         assert answer.num_passes <= 12
         texts.append(answer.token_ids)
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_bare_round_trips() -> None:
-    with EchoPair() as echo:
-        times_s = echo.round_trips_s(20)
-    assert len(times_s) == 20
-    assert all(0 < time_s < 10 for time_s in times_s)
 
 
 def _target(plan: Plan | None = None, streams_plan: curve.Plan | None = None) -> Target:
@@ -280,31 +261,6 @@ def test_a_short_stream_is_not_counted_as_fast() -> None:
 
 
 @pytest.mark.slow
-def test_windows_are_distinct() -> None:
-    cut = prompts.python_windows(64)
-    assert len({tuple(window[:16]) for window in cut}) == 64  # distinct from the first page on
-    assert {len(window) for window in cut} <= set(range(64, 101))
-    assert prompts.python_windows(64) == cut
-    size = prompts.own_tokenizer().vocab_size
-    assert all(0 < prompt[0] < size for prompt in prompts.fresh(cut, 100))
-
-
-@pytest.mark.slow
-def test_a_peer_batches_what_was_ordered(tmp_path: Path) -> None:
-    """A real process; everything at once gives what one prompt at a time does."""
-    target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
-    draft = tiny_models.save(tiny_models.build("llama", seed=1), tmp_path / "draft")
-    prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
-    settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "assisted": False}
-    with Peer(target, draft, "float32", "float32", 1) as peer:
-        alone = [peer.run(Order(prompt_token_ids=prompt, **settings)).token_ids for prompt in prompts]
-        for _ in range(2):  # the second time with the manager of the first
-            batch = peer.run_batch(BatchOrder(prompts=prompts, max_new_tokens=6))
-            assert batch.token_ids == alone
-            assert all(0 < first < last for first, last in zip(batch.first_s, batch.last_s, strict=True))
-
-
-@pytest.mark.slow
 def test_the_curve_runs_side_by_side() -> None:
     plan = _streams_plan(num_repetitions=1, num_tokens=6)
     done = measure_curve(_target(streams_plan=plan))
@@ -315,34 +271,6 @@ def test_the_curve_runs_side_by_side() -> None:
         assert all(series.tokens_per_s[0] > 0 < series.p99_tpot_ms[0] for series in of_all.values())
 
 
-def _curve(target: str, rates: dict[int, tuple[float, float, float, float]]) -> Curve:
-    all_systems = (names.SPECWIRE, names.NO_SPECULATION, names.ASSISTED, CONTINUOUS)
-    series = {
-        n: {
-            name: curve.Series([rate, 2 * rate, rate], [4.0, 6.0, 5.0])
-            for name, rate in zip(all_systems, of_all, strict=True)
-        }
-        for n, of_all in rates.items()
-    }
-    return Curve(target, f"{target} target", 8, "its defaults", 16, {CONTINUOUS: 15}, series)
-
-
-def test_the_report_of_the_curve(tmp_path: Path) -> None:
-    curves = [
-        _curve("embedded", {1: (950, 1000, 900, 800)}),
-        _curve("widened", {1: (60, 20, 50, 20), 16: (300, 200, 50, 310)}),
-    ]
-    text = curve.report({"CPU": "2 cores"}, curves).write(tmp_path)
-    assert "| 1 | 950; 5.0 | 1,000; 5.0 | 900; 5.0 | 800; 5.0 | 0.95 (0.95 to 0.95) |" in text
-    assert "| 1 | 60.0; 5.0 | 20.0; 5.0 | 50.0; 5.0 | 20.0; 5.0 | 3.00 (3.00 to 3.00) |" in text
-    assert [(bar.limit, bar.verdict) for bar in curve.bars(curves)] == [
-        (5.0, "pass"), (1.0, "MISS"), (0.98, "MISS"), (0.98, "pass")
-    ]  # fmt: skip
-    assert {path.name for path in tmp_path.iterdir()} == {"curve.md", "curve.json"}
-    of_one = curve.bars([_curve("widened", {1: (60, 20, 50, 20)})])
-    assert [bar.verdict for bar in of_one] == ["not measured", "not measured", "pass"]
-
-
 # --- bytes and report -----------------------------------------------------------------------------
 
 
@@ -350,24 +278,6 @@ def test_bytes_of_a_round_with_a_large_vocabulary() -> None:
     sizes = volume.synthetic()
     assert sizes["Gumbel or greedy"] < 1024
     assert sizes["rejection"] < sizes["rejection, all supports at their limit"] < 24 * 1024
-
-
-def test_the_report_compares_with_the_better_assisted_setting(tmp_path: Path) -> None:
-    rates = {
-        names.PLAIN: 10.0,
-        names.ASSISTED: 12.0,
-        names.ASSISTED_CONSTANT: 20.0,
-        names.SPECWIRE: 30.0,
-    }
-    series = {
-        name: Series([rate] * 3, [2.0] * 3, [0.5] * 3, [[1, 2], [3, 4]]) for name, rate in rates.items()
-    }
-    comparison = Comparison("x target", 0.0, 2, series, [0.25] * 3)
-    assert comparison.best_assisted == names.ASSISTED_CONSTANT
-    text = single.report({"CPU": "2 cores"}, [comparison]).write(tmp_path)
-    assert "| specwire | 30.0 (30.0 to 30.0) | 3.00 (3.00 to 3.00) | 1.50 (1.50 to 1.50) | 2.00 |" in text
-    assert "2.00 (2.00 to 2.00) |" in text  # own time against two echoes
-    assert {path.name for path in tmp_path.iterdir()} == {"cpu.md", "cpu.json"}
 
 
 def test_a_limit_is_kept_missed_or_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,3 +58,16 @@ def test_greedy_with_history_processors_is_that_of_transformers(
     with local_stack(target, draft) as stack:
         done = [stack.client.generate(params=params, prompt_token_ids=prompt) for prompt in PROMPTS]
     assert [list(completion.token_ids) for completion in done] == expected
+
+
+def test_a_draft_that_is_its_target_is_always_right(tmp_path: Path) -> None:
+    """Each round commits γ + 1 tokens, and the draft's cache lacks two of them."""
+    target, prompt = save_target(tmp_path / "target"), PROMPTS[0]
+    greedy = SamplingParams(temperature=0, max_tokens=61, ignore_eos=True, num_draft_tokens=4)
+    sampled = SamplingParams(max_tokens=61, ignore_eos=True, num_draft_tokens=4, seed=1)
+    with local_stack(target, target) as stack:
+        done = [stack.client.generate(params=each, prompt_token_ids=prompt) for each in (greedy, sampled)]
+    assert list(done[0].token_ids) == written_by_transformers(tiny_models.build("llama"), prompt, 61)
+    for completion in done:
+        assert completion.speculation.draft_acceptance_rate == 1.0
+        assert completion.speculation.num_rounds == 13  # 12 of 5 tokens, and the last one

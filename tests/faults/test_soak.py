@@ -16,8 +16,8 @@ from benchmarks.processes import Devices
 from specwire import AsyncClient
 from specwire.cli.supervisor import Stack
 from tests.support import report
-from tests.support.cancels import Engines, idle_after_s
 from tests.support.effort import CHAOS, sized
+from tests.support.idle import Engines, idle_after_s
 from tests.support.load import Load
 
 BURST_S = sized(3.0, 30.0)

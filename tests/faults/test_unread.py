@@ -25,9 +25,9 @@ from specwire.rpc.statuses import from_rpc_error
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2_grpc
 from tests.support import report
-from tests.support.cancels import Engines, idle_after_s
 from tests.support.effort import sized
 from tests.support.fronts import front
+from tests.support.idle import Engines, idle_after_s
 from tools.proxy.delay_proxy import DelayProxy
 
 MAX_RUNNING = sized(8, 256)

@@ -24,12 +24,6 @@ CPU_S = 3.0  # torch alone takes more
 
 
 @pytest.fixture(scope="module")
-def taken() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-
-
-@pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory, with weights and a tokenizer of which one token is another."""
     directory = tmp_path_factory.mktemp("models") / "stranger"
@@ -61,21 +55,6 @@ def refused(*argv: str, **environ: str) -> str:
     assert re.fullmatch(r"error: .+\n", said), said
     assert spent.ru_utime + spent.ru_stime < CPU_S
     return said
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "up --http-address",
-        "http --address",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("up --address", "verify --address")),
-    ],
-)
-def test_a_port_that_is_taken_is_named_by_its_flag(taken: str, argv: str) -> None:
-    flags = [] if argv.endswith("up --address") else ["--address", "127.0.0.1:0"]
-    command, flag = argv.split()
-    said = refused(command, *([] if flag == "--address" else flags), flag, taken)
-    assert f"{flag} {taken}: cannot be bound (Address already in use); stop what listens there, or" in said
 
 
 def test_two_flags_name_one_port() -> None:

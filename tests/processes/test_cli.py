@@ -172,23 +172,6 @@ class TestUsage:
                 assert f"error: --address {address}: cannot be bound (" in capsys.readouterr().err
             assert time.monotonic() - started < 3.0, "before any model is loaded"
 
-    @pytest.mark.parametrize("command", ["up", "demo", "generate"])
-    def test_variables(
-        self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        argv = [command, "x"] if command == "generate" else [command]
-        name = "SPECWIRE_TIMEOUT_S" if command == "generate" else "SPECWIRE_NUM_THREADS"
-        monkeypatch.setenv(name, "lots")
-        assert f"{name}='lots' is not a" in one_line_error(2, argv, capsys)
-
-    @pytest.mark.parametrize(("main", "config"), SERVICE_MAINS)
-    def test_variables_of_services(
-        self, main: Any, config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("SPECWIRE_GRACE_S", "-1")
-        assert main([]) == 2
-        assert "environment variable SPECWIRE_GRACE_S=-1.0: must be" in capsys.readouterr().err
-
     def test_variables_without_a_flag_of_ups_reach_the_services(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -453,9 +436,3 @@ class TestProxy:
                 assert process.wait(10) == (130 if number == signal.SIGINT else 0)
                 assert process.stdout.read() == ""
                 assert process.stderr.read().count("\n") == (1 if number == signal.SIGINT else 0)
-
-    def test_a_port_in_use(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            listen = f"127.0.0.1:{taken.getsockname()[1]}"
-            error = one_line_error(2, ["proxy", "--listen", listen], capsys)
-        assert error.startswith(f"error: --listen {listen}: cannot be bound (")

@@ -168,17 +168,6 @@ def test_up_idle_and_twice(times: int) -> None:
 
 
 @pytest.mark.slow
-def test_twice_in_mid_stream_ends_at_once() -> None:
-    with running("up", "--address", "127.0.0.1:0", *MODELS) as command:
-        streaming = Streaming().grpc(command.ready_line().split()[1])
-        began_s = time.monotonic()
-        interrupt(command, times=2)
-        assert time.monotonic() - began_s < 1.0
-        assert streaming.ended().error is not None
-        command.assert_all_gone(1.0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["demo"], ["timeline", "--live", "--out", "/dev/null"]])
 def test_what_starts_a_stack_of_its_own(argv: list[str]) -> None:
     with running(*argv, *MODELS) as command:

@@ -20,9 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Client, Completion, SamplingParams
 from specwire.completion import Stage
-from specwire.rpc import interrupts
-from tests.support.pairs import save_target
-from tests.support.processes import END_S, START_S, Command, running, wait_until
+from tests.support.processes import START_S, Command, running, wait_until
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "The quick brown"
@@ -124,20 +122,6 @@ def test_up_killed_takes_its_services_along(pair: tuple[Path, Path]) -> None:
         up.assert_all_gone()
 
 
-@pytest.mark.slow
-def test_the_target_killed_is_started_again_and_the_text_goes_on(pair: tuple[Path, Path]) -> None:
-    params = SamplingParams(max_tokens=4000, ignore_eos=True, temperature=0)
-    with running(*up_argv(pair)[:7], "--draft", "none") as up:
-        address = up.ready_line().split()[1]
-        expected = Reading(address, params).result().token_ids
-        reading = Reading(address, params)
-        up.services["verify_service"].kill()
-        assert reading.result().token_ids == expected
-        assert "the verify service ended with status -9; it starts again in 0.5 s" in up.errors()
-        up.process.terminate()
-        assert up.ended() == 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_interrupted_before_it_is_ready(pair: tuple[Path, Path], number: signal.Signals) -> None:
     with running(*up_argv(pair)) as up:
@@ -145,19 +129,6 @@ def test_up_interrupted_before_it_is_ready(pair: tuple[Path, Path], number: sign
         os.killpg(up.process.pid, number)
         assert up.ended() == (130 if number == signal.SIGINT else 0)
         assert up.errors() == ""
-        up.assert_all_gone(1.0)
-
-
-@pytest.mark.slow
-def test_a_service_that_cannot_start_is_one_line_and_the_end(tmp_path: Path) -> None:
-    broken = save_target(tmp_path / "broken")
-    (broken / "config.json").write_text('{"model_type": "nonesuch"}')  # refused when it is loaded
-    with running("up", "--address", "127.0.0.1:0", "--target", "emulated:", "--draft", str(broken)) as up:
-        wait_until(lambda: len(up.services) == 2, START_S)
-        assert up.process.wait(START_S) == 2
-        *logged, last = up.errors().splitlines()
-        assert re.fullmatch(rf"error: --draft {re.escape(str(broken))}: .+", last)
-        assert all(" NOTICE " in line for line in logged), "of the service that could start"
         up.assert_all_gone(1.0)
 
 
@@ -223,18 +194,4 @@ class TestDemo:
             assert "60 tokens in " in text
             assert "tokens/s" in text
             check_stages(text)
-            command.assert_all_gone(1.0)
-
-    @pytest.mark.slow
-    def test_ctrl_c_in_the_middle_leaves_nothing(self, pair: tuple[Path, Path]) -> None:
-        with self.on_terminal(pair, max_tokens=4000) as (command, terminal):
-            self.read(command, terminal, until=f"\x1b[1m{PROMPT}\x1b[0m")
-            assert os.read(terminal, 1), "the first token"
-            assert command.services.keys() == {"verify_service", "coordinator"}
-            os.killpg(command.process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-            drained = threading.Thread(target=self.read, args=(command, terminal), daemon=True)
-            drained.start()
-            assert command.ended() == 130
-            drained.join(END_S)
-            assert command.errors() == f"{interrupts.SAID}\n"
             command.assert_all_gone(1.0)

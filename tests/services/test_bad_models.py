@@ -1,9 +1,11 @@
-"""Models that cannot be served, and pairs that do not fit, are refused at start with the reason."""
+"""Services that cannot start, and pairs that do not fit, are refused with the reason.
+
+Models that cannot be loaded: `tensors/test_loading`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import coordinator.service
 import verify_service.service
 from coordinator.peers import handshake
-from specwire import ConfigError, HandshakeError, ModelLoadError, ServiceUnavailableError
+from specwire import ConfigError, HandshakeError, ServiceUnavailableError
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.core import PROTOCOL_VERSION
 from tests.support import texts
@@ -39,34 +41,15 @@ def thread() -> Iterator[LoopThread]:
     thread.close()
 
 
-class TestModels:
-    """Models that cannot be served are refused at start, by name; `tensors/test_loading` has every reason."""
-
-    @staticmethod
-    def start(thread: LoopThread, model: Path | str) -> None:
-        config = VerifyConfig(model=str(model), num_kv_tokens=1024, grace_s=0.0)
-        with serve(thread, lambda: verify_service.service.serving(config)):
+def test_a_port_in_use(thread: LoopThread) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = VerifyConfig(model="emulated:step_ms=0", address=address)
+        with (
+            refused(ConfigError, f"--address {address}", "in use"),
+            serve(thread, lambda: verify_service.service.serving(config)),
+        ):
             pass
-
-    def test_missing_directory(self, thread: LoopThread, tmp_path: Path) -> None:
-        with refused(ModelLoadError, f"--model {tmp_path}/none", "no such model directory"):
-            self.start(thread, tmp_path / "none")
-
-    def test_broken_tokenizer(self, thread: LoopThread, tmp_path: Path) -> None:
-        directory = save_target(tmp_path / "model")
-        (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
-        with refused(ModelLoadError, str(directory), "cannot be loaded"):
-            self.start(thread, directory)
-
-    def test_port_in_use(self, thread: LoopThread, tmp_path: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            address = f"127.0.0.1:{taken.getsockname()[1]}"
-            config = VerifyConfig(model=str(save_target(tmp_path)), num_kv_tokens=1024, address=address)
-            with (
-                refused(ConfigError, f"--address {address}", "in use"),
-                serve(thread, lambda: verify_service.service.serving(config)),
-            ):
-                pass
 
 
 class TestPairs:

@@ -37,7 +37,6 @@ from specwire.v1 import common_pb2, generation_pb2_grpc
 from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
 from tests.support.processes import wait_until
-from tests.support.stalled import Plan, measure, p99
 
 ENDLESS = params(10_000)
 
@@ -145,27 +144,6 @@ class TestStalledReader:
             wait_until(lambda: reader.num_emitted >= 10 * MIN_CREDIT_TOKENS, 10)
             call.cancel()
         stack.assert_idle_within(1.0)
-
-    def test_a_slow_reader_in_asyncio_code(self, stack: LocalStack, readers: Readers) -> None:
-        async def read() -> tuple[int, ...]:
-            async with (
-                AsyncClient(stack.address) as client,
-                client.stream(params=params(200), prompt_token_ids=PROMPT) as stream,
-            ):
-                reader: WatchedReader | None = None
-                num_read = 0
-                async for chunk in stream:
-                    num_read += len(chunk.tokens)
-                    if reader is None:
-                        reader = await asyncio.to_thread(readers.get, timeout=10)
-                    if num_read + MIN_CREDIT_TOKENS < 200:
-                        assert await asyncio.to_thread(reader.paused.wait, 10)
-                        assert reader.num_emitted - num_read <= MIN_CREDIT_TOKENS
-                return stream.completion.token_ids
-
-        expected = stack.client.generate(params=params(200), prompt_token_ids=PROMPT).token_ids
-        readers.get()
-        assert asyncio.run(read()) == expected
 
 
 class TestPausedStreamEnds:
@@ -354,16 +332,3 @@ def wait_until_still(verify_address: str) -> None:
         assert time.monotonic() < deadline
         num_steps = now
         time.sleep(0.3)
-
-
-@pytest.mark.slow
-def test_a_stalled_reader_costs_the_others_little() -> None:
-    """The bar, at most 10 % longer gaps, takes a quiet machine; this one may be busy."""
-    plan = Plan(readers=20, pairs=3, phase_s=0.5, settle_s=0.5, target="emulated:step_ms=5", draft="none")
-    gaps = measure(plan)
-    assert len(gaps.alone) == len(gaps.beside_stalled) == plan.pairs
-    for phase in (*gaps.alone, *gaps.beside_stalled):
-        assert len(phase) > plan.readers
-        assert min(phase) > 0
-    assert gaps.ratio.median < 3
-    assert p99([float(i) for i in range(1, 201)]) == 198.0

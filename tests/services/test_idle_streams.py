@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,15 +148,3 @@ async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [message async for message in call]
         assert isinstance(statuses.from_rpc_error(caught.value), InvalidRequestError)
-
-
-@pytest.mark.slow
-def test_a_slow_reader_is_never_ended(stack: LocalStack) -> None:
-    """It takes one token after the other, each in a third of the time in which it may take none."""
-    with stack.client.stream(params=params(150, num_draft_tokens=0), prompt_token_ids=PROMPT) as stream:
-        chunks = iter(stream)
-        for _ in range(8):
-            time.sleep(IDLE_S / 3)
-            assert len(next(chunks).tokens) == 1
-        assert stream.num_resumes == 0
-        assert stack.client.get_status().num_finished == 0

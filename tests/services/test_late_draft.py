@@ -1,5 +1,7 @@
-"""A draft that is late, hangs or comes back: one bounded wait, then plain decoding until it answers again.
-And links that are slow: what is asked for goes before what is pushed."""
+"""A draft that is late is waited for up to a bound; on a slow link what is asked for goes first.
+
+A draft that hangs: `test_hung_device`.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +39,6 @@ def gaps_ms(stack: LocalStack, params: SamplingParams, *, stall_at: int, resume_
                 proxy.resume()
             last_s = now_s
     return gaps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_outcomes", ["0", "32"])
-def test_a_draft_that_hangs_costs_one_bounded_wait(num_outcomes: str) -> None:
-    """Lengths are chosen, so the wait is what the proposal is worth; the timeout is far off."""
-    options = {"num_draft_tokens": "auto", "num_outcomes": num_outcomes}
-    params = SamplingParams(max_tokens=800, seed=1, rule=Rule.GUMBEL)
-    with local_stack(TARGET, DRAFT, coordinator_options=options, draft_link=Link(rtt_ms=2)) as stack:
-        alone = stack.client.generate(params=params, prompt_token_ids=PROMPT)
-        gaps = gaps_ms(stack, params, stall_at=300, resume_at=420)
-        again = stack.client.generate(params=params, prompt_token_ids=PROMPT)
-    assert alone.speculation.mean_acceptance_length > 2
-    assert len(gaps) > 90, "120 tokens came meanwhile, nearly all of them one by one"
-    assert max(gaps) < 300 * TARGET_MS
-    assert sorted(gaps)[-4] < 15 * TARGET_MS, "it waited more than once; the machine may pause now and then"
-    assert again.token_ids == alone.token_ids
-    assert again.speculation.draft_unavailable == ""
-    assert again.speculation.mean_acceptance_length > 2
 
 
 @pytest.mark.sample(1)

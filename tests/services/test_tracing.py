@@ -66,68 +66,6 @@ def test_a_process_exports_its_spans_at_exit() -> None:
     assert done.stderr == ""
 
 
-def test_over_http() -> None:
-    with OtlpHttpReceiver() as receiver:
-        run(
-            ONE_SPAN,
-            OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint,
-            OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
-        )
-        assert only(receiver.wait_for(bool), "generate").service_name == "specwire-test"
-
-
-def test_one_trace_over_two_processes() -> None:
-    coordinator = """
-import subprocess, sys
-from specwire.telemetry import tracing
-t = tracing.configure("coordinator")
-with t.span("generate", parent=sys.argv[2]) as generate:
-    with t.span("round", parent=generate.traceparent) as round_:
-        with t.span("draft", parent=round_.traceparent) as draft:
-            subprocess.run([sys.executable, "-c", sys.argv[1], draft.traceparent], check=True)
-"""
-    draft_service = """
-import sys
-from specwire.telemetry import tracing
-t = tracing.configure("draft")
-t.span("draft.forward", start_ns=1_000, parent=sys.argv[1], attributes={"a": 7}).end(3_000)
-"""
-    with OtlpReceiver() as receiver:
-        run(coordinator, draft_service, PARENT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=receiver.endpoint)
-        spans = receiver.wait_for(lambda spans: len(spans) == 4)
-    chain = [only(spans, name) for name in ("generate", "round", "draft", "draft.forward")]
-    assert {span.trace_id for span in spans} == {"ab" * 16}
-    assert [span.parent_id for span in chain] == ["cd" * 8, *(span.span_id for span in chain[:-1])]
-    assert [span.service_name for span in chain] == ["coordinator"] * 3 + ["draft"]
-    assert (chain[-1].start_ns, chain[-1].end_ns) == (1_000, 3_000)
-    assert chain[-1].attributes == {"a": 7}
-
-
-def test_what_ends_a_span_is_noted() -> None:
-    code = """
-import asyncio
-from specwire.telemetry import tracing
-t = tracing.configure("test")
-from specwire.errors import RequestCancelledError
-for error in (RequestCancelledError(), ValueError("no"), asyncio.CancelledError()):
-    try:
-        with t.span(type(error).__name__, parent="malformed"):
-            raise error
-    except BaseException: pass
-t.shutdown()
-t.shutdown()
-"""
-    with OtlpReceiver() as receiver:
-        assert run(code, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint).stderr == ""
-        spans = receiver.wait_for(lambda spans: len(spans) == 3)
-    assert [(span.attributes, span.is_error) for span in spans] == [
-        ({"error.type": "CANCELLED"}, False),
-        ({"error.type": "ValueError"}, True),
-        ({"error.type": "CANCELLED"}, False),
-    ]
-    assert {span.parent_id for span in spans} == {""}
-
-
 def test_names_and_resource_from_the_environment() -> None:
     with OtlpReceiver() as receiver:
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -212,49 +211,6 @@ class TestColumns:
             for each in (support(5), support(5, 6, 7), support(*range(8)))
         }
         assert len(sizes) == 1
-
-    @pytest.mark.parametrize(
-        ("column", "value"),
-        [
-            ("ahead_ids", [1, 2]),
-            ("base_lens", []),
-            ("path_lens", [-1]),
-            ("path_token_ids", b"123"),
-            ("path_lens", [5]),
-        ],
-    )
-    def test_columns_that_do_not_fit_each_other(self, column: str, value: Any) -> None:
-        message = received(ahead(1, [8, 9], 20)).ahead
-        if isinstance(value, bytes):
-            setattr(message, column, value)
-        else:
-            message.ClearField(column)
-            getattr(message, column).extend(value)
-        with pytest.raises(InvalidRequestError, match="path_token_ids|" + column):
-            wire.ahead_from_proto(message, VOCAB_SIZE)
-
-    def test_a_token_outside_of_the_vocabulary(self) -> None:
-        with pytest.raises(InvalidRequestError, match="token_ids"):
-            wire.ahead_from_proto(received(ahead(1, [], VOCAB_SIZE)).ahead, VOCAB_SIZE)
-
-    def test_requests_with_and_without_draft_probabilities(self) -> None:
-        """Those of one sequence say nothing about another's: a request from the text has none."""
-        one, other = support(5, 8, 9), support(6, 7)
-        orders = [
-            VerifyOrder(1, 4, 3, [1], [5], supports=[one.token_ids], draft_probs=[one.probs]),
-            VerifyOrder(2, 5, 3, [1], [6], supports=[other.token_ids]),
-            VerifyOrder(3, 6, 3, [1]),
-            VerifyOrder(4, 7, 9, (), ahead_id=12),
-        ]
-        found = wire.orders_from_proto(received(*orders))
-        assert [each.ahead_id for each in found] == [0, 0, 0, 12]
-        np.testing.assert_array_equal(found[0].draft_probs[0], one.probs)
-        np.testing.assert_array_equal(found[1].supports[0], other.token_ids)
-        assert [len(each.draft_probs) for each in found] == [1, 0, 0, 0]
-
-    def test_without_any_they_take_no_bytes(self) -> None:
-        order = VerifyOrder(2, 5, 3, [1], [6], supports=[support(6, 7).token_ids])
-        assert received(order).support_probs == b""
 
     def test_continuations(self) -> None:
         answers = [
