@@ -99,16 +99,13 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
     Raises:
         InvalidRequestError: a token id outside the vocabulary, or no token left that does not end the output.
         UnsupportedError: stop strings without a tokenizer, a grammar where the target has none or with
-            `min_tokens`, log probabilities of a prompt that an encoder reads.
+            `min_tokens` or `ignore_eos`, log probabilities of a prompt that an encoder reads.
     """
     check_token_ids("stop_token_ids", params.stop_token_ids, target.vocab_size)
     for token_id in params.logit_bias:
         check_token_id(f"logit_bias[{token_id}]", token_id, target.vocab_size)
     if params.min_tokens and len(_early_ends(params, target)) >= target.vocab_size:
         raise InvalidRequestError("min_tokens", params.min_tokens, "every token would end the output")
-    if params.min_tokens and params.grammar is not None:
-        problem = "does not combine with a grammar, which may allow the end alone"
-        raise UnsupportedError("min_tokens", params.min_tokens, problem)
     if params.prompt_logprobs is not None and target.has_encoder:
         problem = f"{target.name} is an encoder-decoder: it has no distribution over its input"
         raise UnsupportedError("prompt_logprobs", params.prompt_logprobs, problem)

@@ -184,13 +184,6 @@ class TestIntervals:
         assert difference([], right) == []
         assert length(left) == 8
 
-    def test_parts_add_up(self) -> None:
-        left = [(i, i + i % 5) for i in range(0, 100, 7)]
-        for shift in range(-5, 110, 3):
-            right = union((start + shift, end + shift + 1) for start, end in left)
-            whole = union(left)
-            assert length(intersection(whole, right)) + length(difference(whole, right)) == length(whole)
-
 
 class TestLayout:
     def test_marks_and_labels(self) -> None:
