@@ -1,4 +1,7 @@
-"""Where the time went when a service was lost: stages still add up, and the trace names what was lost."""
+"""Where the time went when a target was lost: stages still add up, and the trace names what was lost.
+
+A draft that is lost: `test_ledger`.
+"""
 
 from __future__ import annotations
 
@@ -40,27 +43,17 @@ def fleet(receiver: OtlpReceiver) -> Iterator[Fleet]:
         fleet.close()
 
 
-@contextlib.contextmanager
-def killed(service: Service) -> Iterator[None]:
-    service.kill()
-    yield
-
-
 Fault = Callable[[Service], AbstractContextManager[None]]
 
 
-def disturbed(fleet: Fleet, role: str, fault: Fault, seed: int) -> Timing:
-    """A generation in whose middle the services of a role that have its streams get the fault."""
+def disturbed(fleet: Fleet, fault: Fault, seed: int) -> Timing:
+    """A generation in whose middle the verify service that has its stream gets the fault."""
     params = SamplingParams(max_tokens=NUM_TOKENS, seed=seed, rule=Rule.GUMBEL)
     with Client(fleet.address) as client, contextlib.ExitStack() as faults:
         with client.stream(params=params, prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
-            busy = {
-                each.address
-                for each in [*client.get_status().draft_replicas, *client.get_status().verify_replicas]
-                if each.num_streams
-            }
-            for service in fleet.group(role):
+            busy = {each.address for each in client.get_status().verify_replicas if each.num_streams}
+            for service in fleet.verifies:
                 if service.address in busy:
                     faults.enter_context(fault(service))
             for _ in stream:
@@ -84,23 +77,6 @@ def spans_of(receiver: OtlpReceiver, seed: int) -> list[RecordedSpan]:
     return [span for span in spans if span.trace_id == generate.trace_id]
 
 
-def check(timing: Timing) -> None:
-    assert sum(timing.stages.values()) == pytest.approx(timing.total_ms, abs=1e-3)
-
-
-def lost(spans: list[RecordedSpan], name: str) -> list[RecordedSpan]:
-    return [span for span in spans if span.name == name and span.is_error]
-
-
-@pytest.mark.slow
-def test_a_draft_that_hangs(fleet: Fleet, receiver: OtlpReceiver) -> None:
-    timing = disturbed(fleet, "draft", lambda service: hung_device(service, "draft"), seed=1)
-    check(timing)
-    assert max(timing.stages, key=timing.of) in (Stage.DRAFT, Stage.FAILOVER), timing
-    assert timing.of(Stage.DRAFT, Stage.FAILOVER) > 900
-    spans_of(receiver, 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [stopped, lambda service: hung_device(service, "verify")], ids=["stop", "hung"]
@@ -109,17 +85,7 @@ def test_a_verify_that_freezes_and_another_takes_over(
     fleet: Fleet, receiver: OtlpReceiver, fault: Fault
 ) -> None:
     seed = 2 + (fault is stopped)
-    timing = disturbed(fleet, "verify", fault, seed)
-    check(timing)
+    timing = disturbed(fleet, fault, seed)
+    assert sum(timing.stages.values()) == pytest.approx(timing.total_ms, abs=1e-3)
     assert max(timing.stages, key=timing.of) is Stage.FAILOVER, timing
-    assert lost(spans_of(receiver, seed), "verify")
-
-
-@pytest.mark.slow
-def test_a_draft_that_is_killed(fleet: Fleet, receiver: OtlpReceiver) -> None:
-    """It costs next to nothing; the trace says what happened."""
-    timing = disturbed(fleet, "draft", killed, seed=4)
-    check(timing)
-    assert timing.of(Stage.FAILOVER) < timing.verify_ms
-    events = [event.name for span in spans_of(receiver, 4) for event in span.events]
-    assert "draft lost" in events, "in a call, whose span has failed then, or between two"
+    assert any(span.name == "verify" and span.is_error for span in spans_of(receiver, seed))

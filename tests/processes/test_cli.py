@@ -250,8 +250,6 @@ FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
     "num_return_sequences": (["3"], 3),
     "cache_salt": (["s"], "s"),
 }
-BEAM_SEARCH = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
-"""Do not combine with the others."""
 
 
 class TestSamplingFlags:
@@ -293,21 +291,6 @@ class TestSamplingFlags:
         params = sampling_params(cli._parser().parse_args(argv))
         assert params.stop == ("a", "b")
         assert params.logit_bias == {1: 2.0, 3: 4.0}
-
-    @pytest.mark.slow
-    def test_all_together_through_the_services(
-        self, stack: LocalStack, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        beams = {name: FLAG_VALUES[name] for name in BEAM_SEARCH} | {"temperature": (["0"], 0.0)}
-        others = {name: given for name, given in FLAG_VALUES.items() if name not in BEAM_SEARCH}
-        for given, changing in ((others, {"timing"}), (beams, {"timing", "seed", "usage"})):
-            flags = [part for name, (texts_, _) in given.items() for part in (flag_name(name), *texts_)]
-            assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *flags]) == 0
-            got = json.loads(capsys.readouterr().out)
-            params = SamplingParams(**{name: value for name, (_, value) in given.items()})
-            expected = stack.client.generate(PROMPT, params).to_dict()
-            same = expected.keys() - changing
-            assert {name: got[name] for name in same} == {name: expected[name] for name in same}
 
 
 class TestGenerate:

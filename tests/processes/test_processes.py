@@ -22,7 +22,6 @@ from specwire import Client, Completion, SamplingParams
 from specwire.completion import Stage
 from tests.support.processes import START_S, Command, running, wait_until
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "The quick brown"
 FIXED = ("--num-draft-tokens", "4")  # so that seeded text can be compared
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 
@@ -24,7 +23,6 @@ from specwire.cli.supervisor import Stack, StackService
 from specwire.config.models import NO_DRAFT
 from specwire.config.stack import StackConfig, UpConfig
 from specwire.errors import ServiceUnavailableError
-from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 HANGS = """
 import signal, threading
@@ -203,28 +201,3 @@ def test_drafts_from_the_text_need_the_target_alone() -> None:
         done = client.generate(params=params, prompt_token_ids=[4, 5, 6, 7, 4, 5])
     assert [counts.source for counts in done.speculation.by_source] == ["ngram"]
     assert done.speculation.draft_unavailable == ""
-
-
-@pytest.mark.slow
-def test_a_draft_with_a_drafter_takes_fewer_passes() -> None:
-    """A text that repeats itself, which the draft guesses from it; the draft's passes are counted there."""
-    given = "repeat=6,step_ms="  # passes are long beside what other work on the machine does to their times
-    config = StackConfig(
-        target=f"emulated:{given}30",
-        draft=f"ngram>emulated:{given}20",
-        address="127.0.0.1:0",
-        num_outcomes="0",
-    )
-    params = SamplingParams(temperature=0, max_tokens=64, num_draft_tokens=7, max_depth=0)
-    with Stack(config) as stack, Client(stack.address) as client:
-        done = client.generate(params=params, prompt_token_ids=[4, 5, 6])
-        plain = client.generate(params=replace(params, num_draft_tokens=0), prompt_token_ids=[4, 5, 6])
-        _, draft = client.get_model_info()
-        assert stack.draft is not None
-        with grpc.insecure_channel(stack.draft.address) as channel:
-            asked = draft_pb2.DraftServiceGetModelInfoRequest()
-            status = draft_pb2_grpc.DraftServiceStub(channel).GetModelInfo(asked, timeout=10).status
-    assert done.token_ids == plain.token_ids
-    assert done.speculation.num_draft_tokens > 2 * status.num_steps
-    assert draft is not None
-    assert draft.inner == "ngram"

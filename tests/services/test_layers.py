@@ -126,12 +126,6 @@ class Landscape:
         reached = [min(1.0, alpha) ** depth for depth in range(1, 9)]
         return promise(skipped, reached, Costs([1.0] * 9, self._saves, self._saves))
 
-    def harmless(self) -> Promise:
-        """Near the best of all: as many of the least harmful blocks as pay."""
-        by_harm = sorted(self.blocks, key=self._harm.__getitem__)
-        tried = [self.of(tuple(sorted(by_harm[:num]))) for num in range(1, len(by_harm))]
-        return max(tried, key=lambda each: each.speedup)
-
 
 def test_the_search_finds_what_a_grid_finds() -> None:
     """After 60 of 4,095 sets, one within 2 % of the best of them; none is tried twice."""

@@ -29,7 +29,6 @@ from specwire.core import ModelInfo
 from specwire.errors import (
     ConfigError,
     HandshakeError,
-    InternalError,
     ResourceExhaustedError,
     ServiceUnavailableError,
 )
@@ -513,14 +512,3 @@ async def test_a_full_replica_sends_a_stream_to_another(services: Services) -> N
         refused = [one for one in done if isinstance(one, ResourceExhaustedError)]
         assert len(refused) == 1
         assert refused[0].retry_after_ms
-
-
-@pytest.mark.slow
-async def test_nothing_there_is_unavailable_with_a_time_to_come_back(services: Services) -> None:
-    verify = await services.start("verify", TARGET)
-    async with serving(verify) as client:
-        await services.stop(verify)
-        with pytest.raises(ServiceUnavailableError, match=f"verify service {verify}") as caught:
-            await client.generate(params=SHORT, prompt_token_ids=PROMPT)
-        assert caught.value.retry_after_ms == 1000
-        assert not isinstance(caught.value, InternalError)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ from specwire.telemetry.environment import BatchLimits
 from specwire.telemetry.metrics import TRACING
 from specwire.telemetry.span_queue import SpanQueue
 from tests.support.harness import local_stack
-from tests.support.otlp_receiver import OtlpReceiver, refusing, silent
+from tests.support.otlp_receiver import OtlpReceiver, silent
 from tools.timeline.spans import RecordedSpan
 
 pytestmark = pytest.mark.usefixtures("no_collector")
@@ -47,12 +45,6 @@ def generate(num_requests: int) -> list[tuple[int, ...]]:
         return [stack.client.generate(params=each, prompt_token_ids=PROMPT).token_ids for each in params]
 
 
-@functools.cache
-def undisturbed() -> list[tuple[int, ...]]:
-    """The same without tracing."""
-    return generate(12)
-
-
 @contextlib.contextmanager
 def noted_tracers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tracing.Tracing]]:
     """Those that the services of this process set up meanwhile."""
@@ -65,26 +57,6 @@ def noted_tracers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tracing.Trac
 
     monkeypatch.setattr(tracing, "configure", noted)
     yield tracers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("collector", [refusing, silent])
-def test_without_a_collector_texts_are_the_same_and_queues_bounded(
-    collector: Callable[[], AbstractContextManager[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = undisturbed()
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(QUEUE))
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", EXPORT_S)
-    with collector() as port, noted_tracers(monkeypatch) as tracers:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-        started_s = time.monotonic()
-        assert generate(12) == expected
-        assert time.monotonic() - started_s < TIMEOUT_S
-    assert len(tracers) == 3
-    for tracer in tracers:
-        assert tracer.counts.num_exported == 0
-        assert tracer.counts.num_queued <= 2 * QUEUE, "the queue, and the batch that is on its way"
-    assert tracers[-1].counts.num_untraced > 0, "the coordinator's queue became full"
 
 
 def test_what_a_collector_takes_is_counted_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

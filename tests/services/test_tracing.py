@@ -47,11 +47,6 @@ def run(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[
     )
 
 
-def only(spans: list[RecordedSpan], name: str) -> RecordedSpan:
-    [span] = [span for span in spans if span.name == name]
-    return span
-
-
 def test_a_process_exports_its_spans_at_exit() -> None:
     with OtlpReceiver() as receiver:
         before = time.time_ns()
