@@ -142,19 +142,6 @@ def test_a_preempted_sequence_finds_what_was_not_needed() -> None:
     made.close()
 
 
-def test_switched_off_everything_is_computed() -> None:
-    made = engine_of(64, prefix_sharing=False)
-    for _ in range(3):
-        sequence = made.engine.open(SEED, 50)
-        assert made.verify(sequence, 0, PROMPT, []).num_cached_tokens == 0
-        made.engine.close_sequence(sequence)
-    made.settle()
-    status = made.engine.status()
-    assert (status.num_tokens, status.num_hit_tokens) == (150, 0)
-    assert made.runner.pool.num_cached_pages == 0
-    made.close()
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("prefix")
