@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 from draft_service.inner.hierarchy import Hierarchy
-from draft_service.inner.stream import InnerStream
 from draft_service.learner import Learner
 from draft_service.lookahead import Branch, Lookahead, Request
 from draft_service.translation import Transcript
 from draft_service.vocabulary import SharedVocabulary
 from specwire.config.security.bearer import Principal
-from specwire.core import Proposal, Rule, SamplingParams
+from specwire.core import Rule, SamplingParams
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
@@ -161,15 +160,13 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         super().__init__(service, write, limits, caller)
         self._settings = settings
         self._window = PushWindow()
-        self._to_advance: dict[
-            int, None
-        ] = {}  # sequences with results that they have not worked on ahead from
+        self._to_advance: dict[int, None] = {}  # sequences with results that they are to work ahead from
         self._to_push: dict[int, None] = {}  # sequences that may have prepared proposals; longest first
 
     # --- requests -------------------------------------------------------------------------------------
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _Drafting:
-        learner = self._settings.learner
+        learner, shared, hierarchy = self._settings.learner, self._settings.shared, self._settings.hierarchy
         lookahead = Lookahead(
             self.service.engine,
             tokens,
@@ -178,19 +175,11 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             forecast=Forecast(self._settings.forecasts[_kind(tokens.params)]),
             sink=self._settle,
             answer=self._answered,
-            transcript=self._transcript(),
-            inner=self._inner(tokens.params),
+            transcript=Transcript(shared, self.service.info.context_len) if shared else None,
+            inner=hierarchy.open(tokens.params) if hierarchy else None,
             lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
         return _Drafting(lookahead, self._settings.spans_of(message))
-
-    def _transcript(self) -> Transcript | None:
-        shared = self._settings.shared
-        return Transcript(shared, self.service.info.context_len) if shared else None
-
-    def _inner(self, params: SamplingParams) -> InnerStream | None:
-        hierarchy = self._settings.hierarchy
-        return hierarchy.open(params) if hierarchy else None
 
     def received(self, message: draft_pb2.DraftRequest) -> None:
         received_ns = clock.stopwatch_ns()
@@ -373,26 +362,17 @@ def _prepared(sequence_id: int, state: _Drafting, branches: Sequence[Branch]) ->
     if not branches:
         return []
     assert state.last is not None
-    age_ns = clock.stopwatch_ns() - state.last.received_ns
+    age_ns, request_id = clock.stopwatch_ns() - state.last.received_ns, state.last.order.request_id
     traceparent = _trace(state.spans, branches)
-    return [
-        PreparedAnswer(
-            sequence_id,
-            branch.path,
-            _after_root(branch),
-            state.last.order.request_id,
-            age_ns,
-            branch.job.forward_ns,
-            traceparent,
+    found: list[PreparedAnswer] = []
+    for branch in branches:
+        assert branch.proposal is not None
+        start = branch.proposal.base_len - len(branch.path)  # the length that its path begins at
+        proposal, forward_ns = dataclasses.replace(branch.proposal, base_len=start), branch.job.forward_ns
+        found.append(
+            PreparedAnswer(sequence_id, branch.path, proposal, request_id, age_ns, forward_ns, traceparent)
         )
-        for branch in branches
-    ]
-
-
-def _after_root(branch: Branch) -> Proposal:
-    """Its proposal, with the length that its path begins at."""
-    assert branch.proposal is not None
-    return dataclasses.replace(branch.proposal, base_len=branch.proposal.base_len - len(branch.path))
+    return found
 
 
 def _trace(spans: SequenceSpans, branches: Sequence[Branch]) -> str:
