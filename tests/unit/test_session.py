@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specwire.completion import Chunk, DraftTree, ResumeInfo, Token
-from specwire.core import Fate, Rule
+from specwire.completion import Chunk, DraftTree, Token
+from specwire.core import Fate
 from specwire.http.answers import fates
 from specwire.rpc.wire import client as wire
 from tests.support.rounds import received_chunks
@@ -62,15 +62,11 @@ def test_tokens_are_rounds_times_their_mean() -> None:
 @pytest.mark.parametrize("sources", [(), ("small",), ("ngram", "small")])
 def test_a_chunk_names_each_source_once(sources: tuple[str, ...]) -> None:
     """Tokens that were held back come in one chunk with those of a later round, of another source."""
-    chunk = wire.OpenChunk(ResumeInfo(seed=1, rule=Rule.GUMBEL, context_digest=""))
-    items = [chunk.item(i, Fate.ACCEPTED, source, None) for i, source in enumerate(3 * sources)]
-    for item in items:
-        chunk.add(item, "")
-    sent = chunk.take(items[:1]).chunk
-    assert list(sent.sources) == list(sources)
     tokens = tuple(
         Token(token_id=i, text="", fate=Fate.ACCEPTED, source=source) for i, source in enumerate(3 * sources)
     )
+    sent = wire.chunk_to_proto(Chunk(text="", tokens=tokens, held=tokens[:1]))
+    assert list(sent.sources) == list(sources)
     assert wire.chunk_from_proto(sent) == Chunk(text="", tokens=tokens, held=tokens[:1])
 
 

@@ -14,7 +14,6 @@ from specwire.completion import (
     Completion,
     FinishReason,
     Hypothesis,
-    ResumeInfo,
     SourceCounts,
     Speculation,
     Timing,
@@ -441,18 +440,11 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         for i, fate in enumerate(Fate)
     )
     text = "".join(token.text for token in tokens)
-    open_chunk = client_wire.OpenChunk(ResumeInfo(seed=1, rule=Rule.GUMBEL, context_digest=""))
-    open_chunk.skip(6)
-    for token in tokens:
-        values = np.array([-0.5, -0.25], np.float32)
-        reported = Logprobs(np.array([token.token_id, 1]), values, 1)
-        open_chunk.add(open_chunk.item(token.token_id, token.fate, "s", reported), token.text)
-    open_chunk.reject(7, "s", "r")
-    got = client_wire.chunk_from_proto(over_the_wire(open_chunk.take([]).chunk))
-    rejected = Token(token_id=7, text="r", fate=Fate.REJECTED, source="s")
-    assert got == Chunk(text=text, tokens=tokens, rejected=(rejected,), first_index=6)
+    chunk = Chunk(text=text, tokens=tokens, rejected=tokens[:1], first_index=6, held=tokens[2:])
+    got = client_wire.chunk_from_proto(over_the_wire(client_wire.chunk_to_proto(chunk)))
+    assert got == chunk
     sent = Completion(
-        text=text,
+        text=chunk.text,
         token_ids=tuple(range(len(tokens))),
         finish_reason=FinishReason.STOP,
         usage=Usage(prompt_tokens=3, completion_tokens=4),
