@@ -152,8 +152,8 @@ def _draft(findings: Findings, scale: Scale, device: torch.device, phase: Any) -
 
 
 def _invariance(findings: Findings, model: Any, prompts: list[list[int]]) -> None:
-    from specwire.engine.model.graphs import EagerReplay
     from specwire.engine.model.runner import ModelRunner
+    from specwire.rule.captured import EagerReplay
 
     # On a CPU all keys there could be are copied in every pass: no more than there are.
     page_len = passes.PAGE_LEN if model.device.type == "cuda" else 16

@@ -23,10 +23,10 @@ from specwire.engine.attention import dense, varlen
 from specwire.engine.batch import Batch, Feed, Segment, Segments
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.model import graphs, padded
-from specwire.engine.model.graphs import EagerReplay, Replay
 from specwire.engine.model.padded import INVARIANT_TOKENS, TOKEN_SIZES, Bucket, Buckets
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
+from specwire.rule.captured import EagerReplay, Replay
 from tests.support.tiny_models import VOCAB_SIZE, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Traced:
     """Records what a step does to tensors, and does that again."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         return make_fx(run)()
 
 
@@ -147,7 +147,7 @@ def test_warming_up_records_what_one_stream_needs_and_touches_no_sequence() -> N
 class _Stuck:
     """A replay that goes on giving what came first."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         output = run().clone()
         return lambda: output
 

@@ -162,7 +162,10 @@ class StepInputs:
         is_cuda, size = device.type == "cuda", _Parts.size(bucket)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._on_host = _Parts(self._host, bucket)
+        host = _Parts(self._host, bucket)
+        self._lines = [part.numpy() for part in (host.token_ids, host.positions, host.slots, host.rows)]
+        self._words = None if host.words is None else host.words.numpy()
+        self._tables = [part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)]
         self.on_device = _Parts(self._device, bucket)
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -177,29 +180,21 @@ class StepInputs:
             self._copied.record()
 
     def _fill_tokens(self, row: Batch | None) -> int:
-        host, num_tokens = self._on_host, len(row.token_ids) if row else 0
-        for part, filling in (
-            (host.token_ids, 0),
-            (host.positions, 0),
-            (host.slots, self._scratch_slot),
-            (host.rows, 0),
-        ):
-            part.numpy()[:] = filling
-        if row is not None:
-            host.token_ids.numpy()[:num_tokens] = row.token_ids
-            host.positions.numpy()[:num_tokens] = row.positions
-            host.slots.numpy()[:num_tokens] = row.slots
-            host.rows.numpy()[: len(row.rows)] = row.rows
+        token_ids, positions, slots, rows = self._lines
+        if row is None:
+            token_ids[:], positions[:], slots[:], rows[:] = 0, 0, self._scratch_slot, 0
+            return 0
+        num_tokens = len(row.token_ids)
+        token_ids[:num_tokens], token_ids[num_tokens:] = row.token_ids, 0
+        positions[:num_tokens], positions[num_tokens:] = row.positions, 0
+        slots[:num_tokens], slots[num_tokens:] = row.slots, self._scratch_slot
+        rows[: len(row.rows)], rows[len(row.rows) :] = row.rows, 0
         return num_tokens
 
     def _fill_segments(self, segments: Segments, num_tokens: int) -> None:
-        host, num = self._on_host, len(segments)
-        offsets, cache_lens, pages = (
-            part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)
-        )
-        if host.words is not None:
-            words = host.words.numpy()
-            words[:num_tokens], words[num_tokens:] = segments.words(), 0
+        (offsets, cache_lens, pages), num = self._tables, len(segments)
+        if self._words is not None:
+            self._words[:num_tokens], self._words[num_tokens:] = segments.words(), 0
         offsets[: num + 1] = segments.query_offsets
         offsets[num + 1 :] = num_tokens
         cache_lens[:num] = segments.cache_lens
