@@ -22,6 +22,7 @@ from specwire.core import MAX_NUM_DRAFT_TOKENS, num_in_common
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
+from specwire.engine.model.chains import Choice
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
@@ -30,6 +31,7 @@ from specwire.rule.columns import MATCHED, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import Support
+from verify_service import on_device
 from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Noise
 
@@ -43,12 +45,18 @@ class DraftRunner(Protocol):
     """The draft model: a `ModelRunner`."""
 
     context_len: int | None
+    vocab_size: int
 
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """See `ModelRunner.forward`."""
+
+    def decode(
+        self, caches: Sequence[SequenceCache], logits: Tensor, choice: Choice
+    ) -> tuple[Tensor, ...] | None:
+        """See `ModelRunner.decode`."""
 
 
 class ModelDrafts(GrownDrafts):
@@ -80,9 +88,41 @@ class ModelDrafts(GrownDrafts):
         for each in fitting:
             self._follow(each)
         try:
-            super().grow(self._caught_up(fitting), states)
+            caught_up = self._caught_up(fitting)
+            for kind, alike in on_device.grouped(caught_up).items():
+                if self._decoded(kind, alike):
+                    caught_up = [each for each in caught_up if each not in alike]
+            super().grow(caught_up, states)
         except ResourceExhaustedError as error:
             log.debug("no room to draft in: %s", error)
+
+    def _decoded(self, kind: on_device.Kind, growing: list[Growing]) -> bool:
+        """Draft chains of one kind on the device; whether it could."""
+        num_steps = max(each.growth.max_depth for each in growing)
+        longest = max(len(each.committed) for each in growing) + num_steps
+        width = min(self._vocab_size, self._runner.vocab_size)
+        if not on_device.fits(kind, num_steps * len(growing) * width):
+            return False
+        if self._runner.context_len and longest > self._runner.context_len:
+            return False
+        followers = [self._followers[each.sequence] for each in growing]
+        lengths = [own.cache.length for own in followers]
+        logits = self.logits_after([Node(each, -1) for each in growing])[:, :width]
+        choice = on_device.choice(kind, growing, num_steps, logits)
+        try:
+            found = self._runner.decode([own.cache for own in followers], logits, choice)
+        except ResourceExhaustedError:
+            found = None
+        if found is None:
+            for own, length in zip(followers, lengths, strict=True):
+                own.cache.truncate(length)
+            return False
+        self.num_passes, self.num_nodes = self.num_passes + num_steps, self.num_nodes + found[0].numel()
+        on_device.add(kind, growing, to_host(*found))
+        for each, own in zip(growing, followers, strict=True):
+            own.tokens += each.growth.token_ids[:-1]
+            own.cache.truncate(min(own.cache.length, len(own.tokens)))
+        return True
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`."""

@@ -93,16 +93,19 @@ def draw_supported(log_probs: Tensor, rows: Rows, mass: float, max_support: int)
     return Drawn(*drawn), in_support
 
 
-@captured
-def _draw_supported(
+def drawn_on_device(
     log_probs: Tensor, uniforms: Tensor, *, mass: float, max_support: int
 ) -> tuple[Tensor, ...]:
+    """What `draw_supported` returns, one after another; nothing depends on a value of the host."""
     ids, probs, lengths = sampling.truncate_support(log_probs.exp(), mass, max_support)
     in_support = ids.masked_fill(~(probs > 0), -1)
     token_ids = in_support.gather(1, sampling.draw(probs, uniforms)[:, None])[:, 0]
     is_there = lengths > 0
     ids[:, 0], probs[:, 0] = ids[:, 0].where(is_there, 0), probs[:, 0].where(is_there, 1)
     return token_ids, ids, probs, lengths.clamp(min=1), in_support
+
+
+_draw_supported = captured(drawn_on_device)
 
 
 def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: int) -> list[Logprobs]:

@@ -70,7 +70,7 @@ def test_the_functions_that_are_captured_are_pure_in_their_rows(num_rows: int) -
     keys = torch.tensor([[7, 100 + i] for i in range(num_rows)])
     for function, inputs, fixed in (
         (
-            rows._draw_supported.__wrapped__,  # type: ignore[attr-defined]
+            rows.drawn_on_device,
             (log_probs, uniforms),
             {"mass": 0.9, "max_support": 20},
         ),

@@ -154,11 +154,12 @@ class StepInputs:
     Attributes:
         bucket: its size.
         on_device: the parts as the model reads them, at fixed addresses.
+        scratch_slot: where padding tokens are written.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, scratch_slot: int) -> None:
         self.bucket = bucket
-        self._scratch_slot = scratch_slot
+        self.scratch_slot = scratch_slot
         is_cuda, size = device.type == "cuda", _Parts.size(bucket)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
@@ -182,12 +183,12 @@ class StepInputs:
     def _fill_tokens(self, row: Batch | None) -> int:
         token_ids, positions, slots, rows = self._lines
         if row is None:
-            token_ids[:], positions[:], slots[:], rows[:] = 0, 0, self._scratch_slot, 0
+            token_ids[:], positions[:], slots[:], rows[:] = 0, 0, self.scratch_slot, 0
             return 0
         num_tokens = len(row.token_ids)
         token_ids[:num_tokens], token_ids[num_tokens:] = row.token_ids, 0
         positions[:num_tokens], positions[num_tokens:] = row.positions, 0
-        slots[:num_tokens], slots[num_tokens:] = row.slots, self._scratch_slot
+        slots[:num_tokens], slots[num_tokens:] = row.slots, self.scratch_slot
         rows[: len(row.rows)], rows[len(row.rows) :] = row.rows, 0
         return num_tokens
 

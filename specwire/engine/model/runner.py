@@ -25,6 +25,7 @@ from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.layers.blocks import Blocks
+from specwire.engine.model.chains import ChainSteps, Choice
 from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.graphs import PaddedSteps
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
@@ -121,6 +122,12 @@ class ModelRunner:
         self._padded = (
             self._make_padded(replay, self._run_padded, batch_invariant=batch_invariant) if replay else None
         )
+        self._chains: ChainSteps | None = None
+        if replay and self._padded is not None and not (batch_invariant or shows_states):
+            scratch_slot = num_pages * page_size
+            self._chains = ChainSteps(
+                self._run_padded, self._padded.buckets, replay, self.device, scratch_slot
+            )
         self._padded_without: dict[tuple[Block, ...], PaddedSteps] = {}
 
     def _make_padded(
@@ -221,7 +228,7 @@ class ModelRunner:
 
     def stop_replaying(self) -> None:
         """Run steps eagerly from now on."""
-        self._replay = None
+        self._replay = self._chains = None
         for steps in (self._padded, *self._padded_without.values()):
             if steps is not None:
                 steps.stop_replaying()
@@ -288,6 +295,34 @@ class ModelRunner:
             return torch.empty(0, self.vocab_size)
         with self._packer.packed(feeds) as batch:
             return self.compute(batch)
+
+    @torch.inference_mode()
+    def decode(
+        self, caches: Sequence[SequenceCache], logits: Tensor, choice: Choice
+    ) -> tuple[Tensor, ...] | None:
+        """Decode some tokens of each sequence, all on the device; all but the last are appended to its cache.
+
+        Args:
+            caches: sequences of this runner.
+            logits, choice: see `ChainSteps.run`; at least two steps.
+
+        Returns:
+            See there; None where passes are not captured, and nothing was appended.
+
+        Raises:
+            ContextLengthError, ResourceExhaustedError: as `forward`.
+        """
+        if self._chains is None:
+            return None
+        lengths = [cache.length for cache in caches]
+        token_ids = [0] * (len(choice.columns[0]) - 1)
+        with self._packer.packed([Feed(cache, token_ids, 0) for cache in caches]) as batch:
+            self._copy(batch)
+            found = self._chains.run(batch, logits, choice)
+        if found is None:
+            for cache, length in zip(caches, lengths, strict=True):
+                cache.truncate(length)
+        return found
 
     @torch.inference_mode()
     def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
