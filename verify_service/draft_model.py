@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.config.services import DraftConfig, VerifyConfig
-from specwire.core import MAX_NUM_DRAFT_TOKENS, num_in_common
+from specwire.config.services import VerifyConfig
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, SUPPORT_MASS, num_in_common
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
@@ -27,6 +27,7 @@ from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
+from specwire.rule.choices import Kind
 from specwire.rule.columns import MATCHED, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
@@ -36,9 +37,6 @@ from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Noise
 
 log = logging.getLogger(__name__)
-
-MAX_SUPPORT = DraftConfig.max_support
-"""Most tokens in a distribution that a token was drawn from, as of a draft service."""
 
 
 class DraftRunner(Protocol):
@@ -96,7 +94,7 @@ class ModelDrafts(GrownDrafts):
         except ResourceExhaustedError as error:
             log.debug("no room to draft in: %s", error)
 
-    def _decoded(self, kind: on_device.Kind, growing: list[Growing]) -> bool:
+    def _decoded(self, kind: Kind, growing: list[Growing]) -> bool:
         """Draft chains of one kind on the device; whether it could."""
         num_steps = max(each.growth.max_depth for each in growing)
         longest = max(len(each.committed) for each in growing) + num_steps
@@ -157,7 +155,7 @@ class ModelDrafts(GrownDrafts):
     def _draw(nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
         rows = Rows.of([node.sampled() for node in nodes])
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        drawn = draw_supported(log_probs, rows, DraftConfig.support_mass, MAX_SUPPORT)[0]
+        drawn = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)[0]
         for (of, node), token_id, ids, probs, length in zip(nodes, *to_host(*drawn), strict=True):
             of.growth.add(node, [max(0, int(token_id))], [1.0])
             of.supports.append(Support(ids[:length], probs[:length]))

@@ -27,6 +27,7 @@ from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
 from specwire.proposals.estimate.growth import TreeGrowth
 from specwire.rule import sampling
 from specwire.rule.captured import captured
+from specwire.rule.choices import SHARPNESS
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import Support, certain
@@ -34,8 +35,6 @@ from verify_service.own import Drafting, Judged, Noise
 
 log = logging.getLogger(__name__)
 
-_SHARPNESS = 2.0
-"""Of the softmax that turns scores into shares, as for a draft model; the calibration corrects it."""
 _NUM_EXPANDED = 8
 """Most nodes of a tree that a step expands."""
 
@@ -107,7 +106,7 @@ class GrownDrafts:
         may_be_tree: whether proposals may be trees.
     """
 
-    sharpness = _SHARPNESS
+    sharpness = SHARPNESS
     support_len = 0
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 

@@ -6,32 +6,20 @@ Sequences of a kind are drafted together: greedy, coupled by Gumbel noise, or dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from specwire.config.services import DraftConfig
 from specwire.engine.model.chains import Choice
-from specwire.rule import random, rows, sampling
+from specwire.rule import random
+from specwire.rule.choices import CHOICES, Kind
 from specwire.rule.columns import EDITED, GREEDY, GUMBEL, MATCHED
 from specwire.rule.transfer import to_device
 from specwire.support import Support
-from verify_service.grown import Growing, GrownDrafts
+from verify_service.grown import Growing
 from verify_service.own import MOST_NOISE
-
-
-class Kind(NamedTuple):
-    """What sequences have in common that are drafted together.
-
-    Attributes:
-        matched: the trait by which tokens are matched; 0 where they are drawn.
-        is_cut: whether any of top-k, top-p and min-p is set.
-    """
-
-    matched: int
-    is_cut: bool
 
 
 def grouped(growing: Sequence[Growing]) -> dict[Kind, list[Growing]]:
@@ -65,7 +53,7 @@ def choice(kind: Kind, growing: Sequence[Growing], num_steps: int, logits: Tenso
     elif not kind.matched:
         drawn = random.uniforms(seeds, random.Purpose.DRAFT, positions, np.tile(bases, num_steps))
         columns.append(to_device(drawn.reshape(num_steps, num), device))
-    return Choice(_FUNCTIONS[kind], columns)
+    return Choice(CHOICES[kind], columns)
 
 
 def add(kind: Kind, growing: Sequence[Growing], results: Sequence[Any]) -> None:
@@ -81,45 +69,3 @@ def add(kind: Kind, growing: Sequence[Growing], results: Sequence[Any]) -> None:
                 ids, probs, length = others
                 each.growth.add(step - 1, [max(0, int(token_id))], [1.0])
                 each.supports.append(Support(ids[:length], probs[:length]))
-
-
-def _likeliest(logits: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-    return _matched(logits)
-
-
-def _coupled(logits: Tensor, warps: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-    return _matched((logits / warps[:, :1]).log_softmax(dim=-1) + noise)
-
-
-def _coupled_cut(logits: Tensor, warps: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-    return _matched(sampling.warped_on_device(logits, warps) + noise)
-
-
-def _matched(scores: Tensor) -> tuple[Tensor, ...]:
-    """The tokens, -1 where no score is finite, and their shares."""
-    best, token_ids = scores.max(dim=-1)
-    sharpness = GrownDrafts.sharpness
-    shares = (sharpness * best - (sharpness * scores).logsumexp(dim=-1)).exp()
-    return token_ids.masked_fill(~shares.isfinite(), -1), shares
-
-
-def _drawn(logits: Tensor, warps: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
-    return _supported((logits / warps[:, :1]).log_softmax(dim=-1), uniforms)
-
-
-def _drawn_cut(logits: Tensor, warps: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
-    return _supported(sampling.warped_on_device(logits, warps), uniforms)
-
-
-def _supported(log_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
-    most = DraftConfig.max_support
-    return rows.drawn_on_device(log_probs, uniforms, mass=DraftConfig.support_mass, max_support=most)[:4]
-
-
-_FUNCTIONS: Mapping[Kind, Callable[..., tuple[Tensor, ...]]] = {
-    Kind(GREEDY, False): _likeliest,
-    Kind(GUMBEL, False): _coupled,
-    Kind(GUMBEL, True): _coupled_cut,
-    Kind(0, False): _drawn,
-    Kind(0, True): _drawn_cut,
-}

@@ -80,6 +80,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     if draft is not None:
         runner.drafting = paged(draft, num_pages=runner.pool.num_pages, replay=replay)
         runner.drafting.warm()
+        runner.drafting.warm_chains()
     return runner, describe(model, source)
 
 

@@ -24,8 +24,8 @@ from specwire.support import IntArray
 
 log = logging.getLogger(__name__)
 
-_LEAST_STEPS = 8
-"""Sizes are powers of two from here on; capturing runs a few steps."""
+_LEAST_STEPS = 16
+"""Sizes are powers of two from here on, so that there are few; capturing runs some steps."""
 
 
 class Choice(NamedTuple):

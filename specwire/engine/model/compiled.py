@@ -7,6 +7,7 @@ token and once for more.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,8 @@ from torch import nn
 from specwire.engine.attention import paged as attention
 from specwire.engine.layers.blocks import layer_of
 
-_OPTIONS = {"compile_threads": 1}
-"""No pool of processes beside the service for some ten kernels."""
+_NUM_COMPILERS = 8
+"""Processes that compile some twenty kernels, each of which takes about a second."""
 
 
 class CompiledLayers:
@@ -34,7 +35,8 @@ class CompiledLayers:
         names = {module: name for name, module in model.named_modules()}
         self._layers = [layer_of(model, names[module]) for module in attending]
         attention.hide_from_compiler()
-        options = _OPTIONS if backend == "inductor" else None
+        num = min(_NUM_COMPILERS, os.cpu_count() or 1)
+        options = {"compile_threads": num} if backend == "inductor" else None
         for layer in self._layers:
             layer.compile(dynamic=True, backend=backend, options=options)
 

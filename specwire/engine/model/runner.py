@@ -31,9 +31,12 @@ from specwire.engine.model.graphs import PaddedSteps
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
 from specwire.engine.model.states import States
 from specwire.engine.model.tokenwise import TokenwiseBatch
+from specwire.engine.private import end_compilers
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.rule.captured import CudaReplay, Replay
+from specwire.rule.choices import CHOICES
+from specwire.rule.columns import GUMBEL
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
 
@@ -182,6 +185,7 @@ class ModelRunner:
         if not difference <= _REPLAY_TOLERANCE:
             layers.undo()
             log.warning("layers are not compiled: %s", problem)
+        end_compilers()
 
     def _trial(self) -> Tensor:
         """Logits of some tokens, as they are without replay: of one alone, and of some at once."""
@@ -323,6 +327,22 @@ class ModelRunner:
             for cache, length in zip(caches, lengths, strict=True):
                 cache.truncate(length)
         return found
+
+    @torch.inference_mode()
+    def warm_chains(self) -> None:
+        """Capture the steps of a single stream's chains, so that its first ones need not wait for that."""
+        for kind, function in CHOICES.items() if self._chains is not None else ():
+            width = 2 if self.context_len is None else min(2, self.context_len)
+            if kind.is_cut or width < 2 or self.pool.num_pages < 1:
+                continue
+            columns = [torch.ones((width, 1, 4), device=self.device)]
+            if kind.matched == GUMBEL:
+                columns.append(torch.zeros((width, 1, self.vocab_size), device=self.device))
+            elif not kind.matched:
+                columns.append(torch.zeros((width, 1), dtype=torch.float64, device=self.device))
+            logits = torch.zeros((1, self.vocab_size), device=self.device)
+            with self.new_sequence() as cache:
+                self.decode([cache], logits, Choice(function, columns))
 
     @torch.inference_mode()
     def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
