@@ -50,7 +50,7 @@ SCALES = {
         sizes=tuple([(1, n) for n in (1, 2, 4, 6, 8, 16, 32, 64)] + [(n, 6) for n in (2, 4, 8, 16, 32, 64)]),
         num_passes=20,
         num_tokens=96,
-        num_repetitions=5,
+        num_repetitions=3,
         num_prompts=4,
         prompt_len=256,
     ),
