@@ -22,9 +22,10 @@ from specwire.engine.device import NO_DRAFTING
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.proposals.estimate.calibration import NUM_RANKS
-from specwire.proposals.estimate.growth import NUM_EXPANDED, SHARPNESS, TreeGrowth
+from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
+from specwire.rule.choices import SHARPNESS
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import draw_supported, matched_scores, take_rows

@@ -25,7 +25,7 @@ from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.calibration import NUM_RANKS
-from specwire.proposals.estimate.growth import SHARPNESS
+from specwire.rule.choices import SHARPNESS
 from specwire.support import IntArray
 from verify_service.verifier import VerifyJob
 

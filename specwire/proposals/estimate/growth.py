@@ -17,10 +17,6 @@ from specwire.proposals import tree
 from specwire.proposals.estimate.calibration import Calibration
 from specwire.proposals.tree import TokenTree
 
-SHARPNESS = 2.0
-"""Of the softmax that turns scores into shares. A draft that is near its target is right more often than its
-scores say. With the embedded pair, trees of 32 nodes and 8 passes commit so many tokens a round at sharpness
-1, 1.5, 2, 3 and 4: 4.97, 5.80, 6.22, 6.05, 5.85 (greedy), 4.55, 5.22, 5.32, 5.12, 5.02 (Gumbel coupling)."""
 NUM_EXPANDED = 8
 """Most nodes of a tree that a pass expands: 4, 8 and 16 commit equally many tokens, 2 some 5 % less."""
 
