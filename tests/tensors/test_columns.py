@@ -6,13 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draft_service.drafter import DraftDecider, DraftJob
+from draft_service.drafter import DraftDecider, DraftJob, Drawn, LeavesJob, TreeJob
 from specwire.config.services import DraftConfig
 from specwire.core import NO_TOKEN, Proposal, Rule, SamplingParams, Verdict
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.device import Decider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.errors import InternalError
+from specwire.proposals.estimate.calibration import Calibration
+from specwire.proposals.estimate.growth import TreeGrowth
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 VOCAB = 61
@@ -103,3 +105,18 @@ def test_drafts() -> None:
         for ours, theirs in zip(found.supports, alone.supports, strict=True):
             np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-6)
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+
+
+def test_what_follows_a_leaf_is_drawn_after_its_own_path() -> None:
+    """Nodes of other paths lie in the sequence between the committed tokens and the leaf."""
+    sequence, growth = _sequence(6), TreeGrowth(4, 2, Calibration())
+    tree = TreeJob(sequence, 0, PROMPT, num_draft_tokens=4, num_candidates=2, growth=growth)
+    tree.start()
+    tree.add(Drawn([9], ranked=[[9, 8]], shares=[[0.6, 0.4]]), 0)
+    tree.add(Drawn([20, 22], ranked=[[20, 21], [22, 23]], shares=[[0.5, 0.4]] * 2), 0)
+    assert isinstance(tree.result, Proposal)
+    leaf = growth.token_ids.index(20)
+    job = LeavesJob(sequence, tree.committed_len, [], num_candidates=2, growth=growth, leaves=[leaf])
+    job.start()
+    assert sequence.tokens == [*PROMPT, 9, 8, 20]
+    assert (job.positions(), job.histories()) == ([len(PROMPT) + 2], [[*PROMPT, 9, 20]])
