@@ -118,15 +118,14 @@ def test_layers_that_cannot_be_compiled_stay_as_they_are(
 
 
 def test_warps_on_the_device_are_those_of_the_host() -> None:
-    settings = [
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"temperature": 0.5, "top_k": 20, "top_p": 0.9},
-        {},
+    all_params = [
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=0.5, top_k=20, top_p=0.9),
+        SamplingParams(),
     ]
-    all_params = [SamplingParams(**each) for each in settings]
-    logits = torch.randn(len(settings), 60, generator=torch.Generator().manual_seed(3)) * 3
+    logits = torch.randn(len(all_params), 60, generator=torch.Generator().manual_seed(3)) * 3
     expected = sampling.apply_warps(logits, [Row(params, 0, (), 5, 1) for params in all_params])
     warps = torch.tensor([Encoded.of(params, 1).warps for params in all_params])
     torch.testing.assert_close(sampling.warped_on_device(logits, warps), expected)
