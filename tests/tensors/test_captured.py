@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from specwire.core import SamplingParams
 from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.runner import ModelRunner, relative_error
-from specwire.rule import captured, random, rows
+from specwire.rule import captured, random, rows, sampling
+from specwire.rule.columns import Encoded, Row
 from tests.support.tiny_models import build
 
 
@@ -113,3 +115,17 @@ def test_layers_that_cannot_be_compiled_stay_as_they_are(
         runner.warm()
         assert "not compiled" in caplog.text
         assert torch.equal(runner._trial(), expected)
+
+
+def test_warps_on_the_device_are_those_of_the_host() -> None:
+    all_params = [
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=0.5, top_k=20, top_p=0.9),
+        SamplingParams(),
+    ]
+    logits = torch.randn(len(all_params), 60, generator=torch.Generator().manual_seed(3)) * 3
+    expected = sampling.apply_warps(logits, [Row(params, 0, (), 5, 1) for params in all_params])
+    warps = torch.tensor([Encoded.of(params, 1).warps for params in all_params])
+    torch.testing.assert_close(sampling.warped_on_device(logits, warps), expected)

@@ -415,8 +415,9 @@ def test_padded_steps_through_torchs_kernel(
     _history(twins)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch had no pages before 2.12")
 def test_the_installed_torch_has_the_signature_that_is_looked_for() -> None:
-    """Pinned here; elsewhere `dense` takes its place."""
+    """Pinned here; elsewhere keys are gathered, or `dense` takes its place."""
     found = varlen._varlen()
     assert found is not None
     assert "num_splits" in inspect.signature(found).parameters
