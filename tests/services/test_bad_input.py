@@ -125,7 +125,7 @@ class TestParameters:
     def test_bias_names_its_token(self) -> None:
         with refused(InvalidRequestError, "logit_bias[7]=101.0", "[-100, 100]"):
             SamplingParams(logit_bias={7: 101.0})
-        with refused(InvalidRequestError, "logit_bias[2147483648]", "must be keyed by token ids"):
+        with refused(InvalidRequestError, "logit_bias[2147483648]", "must lie in [0, 2**31)"):
             SamplingParams(logit_bias={2**31: 1.0})
 
 

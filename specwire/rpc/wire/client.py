@@ -23,7 +23,14 @@ from specwire.completion import (
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rpc.wire import beams
-from specwire.rpc.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
+from specwire.rpc.wire.model import (
+    RULE_NAMES,
+    RULES,
+    params_from_proto,
+    params_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from specwire.v1 import generation_pb2
 
 MAX_MESSAGES = 4096
@@ -68,23 +75,15 @@ def generate_request(
         raise InvalidRequestError(
             "prompt", sum(given), "give exactly one of prompt, prompt_token_ids, messages"
         )
+    stops = params_to_proto(generation_pb2.StopConditions, params)
     request = generation_pb2.GenerateRequest(
+        **params_to_proto(generation_pb2.GenerateRequest, params),
         sampling=sampling_to_proto(params),
-        stop_conditions=generation_pb2.StopConditions(
-            max_tokens=params.max_tokens or 0,
-            stop=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-        ),
+        stop_conditions=generation_pb2.StopConditions(**stops, max_tokens=params.max_tokens or 0),
         keep_special_tokens=not params.skip_special_tokens,
-        prompt_logprobs=params.prompt_logprobs,
         prompt_only=params.max_tokens == 0,
-        num_draft_tokens=params.num_draft_tokens,
-        max_depth=params.max_depth,
         credit_tokens=credit_tokens,
         report_progress=report_progress,
-        cache_salt=params.cache_salt,
-        draft=params.draft,
         beam_search=beams.to_proto(params),
     )
     if prompt is not None:
@@ -256,23 +255,13 @@ def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     """All parameters of a client's request."""
     stops = request.stop_conditions
-    fields = sampling_from_proto(request.sampling)
+    fields: dict[str, Any] = {"skip_special_tokens": not request.keep_special_tokens}
+    fields |= sampling_from_proto(request.sampling) | params_from_proto(stops) | params_from_proto(request)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
     if request.prompt_only:
         fields["max_tokens"] = 0
-    for name in ("num_draft_tokens", "max_depth", "draft", "prompt_logprobs"):
-        if request.HasField(name):
-            fields[name] = getattr(request, name)
-    return SamplingParams(
-        **fields,
-        **beams.from_proto(request),
-        stop=tuple(stops.stop),
-        stop_token_ids=tuple(stops.stop_token_ids),
-        ignore_eos=stops.ignore_eos,
-        skip_special_tokens=not request.keep_special_tokens,
-        cache_salt=request.cache_salt,
-    )
+    return SamplingParams(**fields, **beams.from_proto(request))
 
 
 def opening_credit(request: generation_pb2.GenerateRequest) -> int:
