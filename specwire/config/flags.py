@@ -49,10 +49,11 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def same(config: type[Any], name: str) -> Any:
-    """The field of another config: its default, documentation and check."""
+def same(config: type[Any], name: str, default: Any = None, **changed: str) -> Any:
+    """The field of another config, with another default, `doc` or `alias` if these are given."""
     [field] = [field for field in dataclasses.fields(config) if field.name == name]
-    return dataclasses.field(default=field.default, repr=field.repr, metadata=field.metadata)
+    default = field.default if default is None else default
+    return dataclasses.field(default=default, metadata={**field.metadata, **changed})
 
 
 def secret(doc: str, *, has_flag: bool = False) -> Any:
@@ -79,6 +80,12 @@ def flag_words(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, bool):
         return (flag_name(name if value else f"no_{name}"),)
     return flag_name(name), str(value)
+
+
+def config_words(config: Any) -> list[str]:
+    """The command line arguments that set all fields of a config."""
+    names = [field.name for field in settings_of(type(config))]
+    return [word for name in names for word in flag_words(name, getattr(config, name))]
 
 
 def env_name(name: str) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from specwire.config.fields import AUTO
+from specwire.config.fields import AUTO, parse_count
 from specwire.config.flags import flag_name
-from specwire.config.models import RULES, parse_max_depth, parse_num_draft_tokens
-from specwire.core import KINDS, PARAMETERS, SamplingParams
+from specwire.config.models import RULES
+from specwire.core import KINDS, MAX_NUM_DRAFT_TOKENS, PARAMETERS, SamplingParams
 from specwire.text.grammar import Grammar
 
 
@@ -57,9 +57,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """
     values = {name: getattr(args, _dest(name)) for name in PARAMETERS if _dest(name) in args}
     values["logit_bias"] = dict(values.get("logit_bias", ()))
-    for name, parse in (("num_draft_tokens", parse_num_draft_tokens), ("max_depth", parse_max_depth)):
-        if name in values:
-            values[name] = parse(values[name])
+    for name in {"num_draft_tokens", "max_depth"} & values.keys():
+        values[name] = parse_count(name, values[name], MAX_NUM_DRAFT_TOKENS)
     if values.get("rule") == AUTO:
         del values["rule"]
     given = {kind: getattr(args, f"grammar_{kind}") for kind in _GRAMMARS if f"grammar_{kind}" in args}

@@ -23,7 +23,8 @@ import verify_service.__main__
 from specwire import Grammar, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli import process, supervisor
-from specwire.config.flags import env_name, flag_name, flag_words
+from specwire.config.client import HttpConfig
+from specwire.config.flags import env_name, flag_name
 from specwire.config.sampling_flags import sampling_params
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
@@ -226,18 +227,17 @@ class TestUsage:
             allow_plaintext=True,
         )
 
-        said = [
-            *supervisor._verify_flags(changed, 0),
-            *supervisor._draft_flags(changed),
-            *supervisor._proxy_flags(changed, "127.0.0.1:83"),
-            *supervisor._coordinator_flags(changed, "127.0.0.1:82", "127.0.0.1:83"),
-        ]
+        told = [changed.verify_settings(), changed.draft_settings, changed.coordinator_settings]
+        here = {"target", "draft", "draft_rtt_ms", "draft_placement", "draft_learn", "replicas"}
+        here |= {"http_address", "start_timeout_s"}
         for field in dataclasses.fields(UpConfig):
-            value = getattr(changed, field.name)
-            if field.name not in ("start_timeout_s", "replicas", "draft_learn"):
-                word = flag_words(field.name, value)[-1]
-                assert word in said, field.name
-        assert "--learn" in supervisor._draft_flags(UpConfig(draft_learn=True))
+            if field.name not in here:
+                value, names = getattr(changed, field.name), (field.name, field.name.removeprefix("draft_"))
+                assert value in [each.get(name) for each in told for name in names], field.name
+        assert not {"tokens", "tls_cert"} & (told[0].keys() | told[1].keys()), "the coordinator's"
+        assert UpConfig(draft_learn=True).draft_settings["learn"]
+        front = UpConfig(http_address="0.0.0.0:80", allow_plaintext=True).front_settings
+        assert HttpConfig(server="127.0.0.1:81", **front).address == "0.0.0.0:80"
 
 
 WRITTEN = {

@@ -394,16 +394,12 @@ def test_what_is_held_shows(speaker: LocalStack, name: str) -> None:
     assert seen[0] != seen[1]
 
 
-def test_values_out_of_range_are_refused_by_name() -> None:
+def test_parameters_that_do_not_go_together_are_refused_by_name() -> None:
+    alone = {"num_beams": 1, "num_return_sequences": 1}
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("num_beams", {"num_beams": 0}),
-        ("num_beams", {"num_beams": 17}),
-        ("num_return_sequences", {"num_return_sequences": 17}),
         ("num_return_sequences", {"num_return_sequences": 5}),
-        ("length_penalty", {"length_penalty": float("inf")}),
-        ("early_stopping", {"early_stopping": "always"}),
-        ("length_penalty", {"num_beams": 1, "num_return_sequences": 1, "length_penalty": 2.0}),
-        ("early_stopping", {"num_beams": 1, "num_return_sequences": 1, "early_stopping": True}),
+        ("length_penalty", alone | {"length_penalty": 2.0}),
+        ("early_stopping", alone | {"early_stopping": True}),
     ]
     for name, values in wrong:
         with pytest.raises(InvalidRequestError, match=name):

@@ -106,17 +106,8 @@ def plan_of(config: Any) -> Plan:
 
 @plan_of.register
 def _(config: StackConfig) -> Plan:
-    is_here = config.tensor_parallel_size == 1
-    target = Model(
-        name="target",
-        source=config.target,
-        dtype=config.dtype,
-        device=config.device,
-        num_devices=config.replicas,
-        is_here=is_here,
-        num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
-        max_model_len=getattr(config, "max_model_len", 0),  # a flag of `serve` alone
-    )
+    verify = VerifyConfig(model=config.target, **config.verify_settings())
+    target = replace(_served(verify, config.replicas), name="target", device=config.device)
     draft = Model(
         name="draft",
         source=config.draft_model,
