@@ -330,6 +330,8 @@ class SamplingParams:
 
 PARAMETERS = {each.name: each for each in fields(SamplingParams)}
 """The fields by name; `metadata["doc"]` describes one."""
+WARPS = ("temperature", "top_k", "top_p", "min_p")
+"""Those that change the distribution by itself, in their order."""
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 KINDS = {
     name: kind

@@ -10,7 +10,8 @@ from specwire.config.client import ApiConfig
 from specwire.config.fields import AUTO, between, check, check_address, check_host
 from specwire.config.flags import option, same, secret
 from specwire.config.models import EMBEDDED, NO_DRAFT, check_model
-from specwire.config.services import CoordinatorConfig, EngineConfig
+from specwire.config.parts import EngineConfig
+from specwire.config.services import CoordinatorConfig
 from specwire.config.speculative import NGRAM
 from specwire.config.stack import DRAFT_HELP, UP_METRICS_HELP, UpConfig
 

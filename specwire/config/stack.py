@@ -31,15 +31,8 @@ from specwire.config.models import (
     check_model,
     check_own,
 )
-from specwire.config.services import (
-    CoordinatorConfig,
-    DraftConfig,
-    ListenConfig,
-    ReportConfig,
-    SpeculationConfig,
-    TargetConfig,
-    VerifyConfig,
-)
+from specwire.config.parts import ListenConfig, ReportConfig, SpeculationConfig, TargetConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import (
     ABOVE,
     DFLASH,

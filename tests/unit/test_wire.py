@@ -46,6 +46,7 @@ from specwire.rpc.wire.verify import VerifyAnswer, VerifyOrder
 from specwire.support import Support
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
+from tests.support.chunks import message_of
 from tests.support.parameters import VALUES
 
 EVERYTHING = SamplingParams(**VALUES | {"seed": 2**63 - 1})
@@ -401,8 +402,11 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         for i, fate in enumerate(Fate)
     )
     text = "".join(token.text for token in tokens)
-    chunk = Chunk(text=text, tokens=tokens, rejected=tokens[:1], first_index=6, held=tokens[2:])
-    got = client_wire.chunk_from_proto(over_the_wire(client_wire.chunk_to_proto(chunk)))
+    held = tuple(dataclasses.replace(token, text="") for token in tokens[2:])
+    rejected = Token(token_id=7, text="no", fate=Fate.REJECTED, source="other")
+    chunk = Chunk(text=text, tokens=tokens, rejected=(rejected,), first_index=6, held=held)
+    sent_chunk = message_of(tokens, held, chunk.rejected, first_index=6)
+    got = client_wire.chunk_from_proto(over_the_wire(sent_chunk))
     assert got == chunk
     sent = Completion(
         text=chunk.text,

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from specwire.core import KINDS, PARAMETERS, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
-from specwire.http.bodies.part import List, Part, Request, invalid
+from specwire.http.bodies.part import JsonObject, List, RequestBody, invalid
 from specwire.http.bodies.structured import Structured
 
 MAX_CHOICES = 128
@@ -33,11 +33,11 @@ _FORMS: dict[str, Any] = {
 """Of the others, those that are not one number, switch or text, or have narrower bounds here."""
 
 if TYPE_CHECKING:
-    from specwire.http.bodies.part import Request as WithParameters
+    from specwire.http.bodies.part import RequestBody as WithParameters
 else:
     WithParameters = pydantic.create_model(
         "WithParameters",
-        __base__=Request,
+        __base__=RequestBody,
         **{
             name: ((_FORMS.get(name) or KINDS[name]) | None, Field(None, description=each.metadata["doc"]))
             for name, each in PARAMETERS.items()
@@ -126,7 +126,7 @@ class Sampled(WithParameters):
         return {}
 
 
-class StreamOptions(Part):
+class StreamOptions(JsonObject):
     """Options of a streamed response."""
 
     include_usage: bool | None = None

@@ -296,20 +296,6 @@ def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
     return request.credit_tokens
 
 
-def _token_to_proto(token: Token, numbers: dict[str, int]) -> generation_pb2.Token:
-    """Args:
-    numbers: of the sources so far; a new one is added.
-    """
-    return generation_pb2.Token(
-        id=token.token_id,
-        text=token.text,
-        fate=_FATES[token.fate],
-        logprob=token.logprob,
-        top_logprobs=[generation_pb2.TopLogprob(token_id=t, logprob=v) for t, v in token.top_logprobs],
-        source=numbers.setdefault(token.source, len(numbers)),
-    )
-
-
 def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> Token:
     return Token(
         token_id=message.id,
@@ -319,23 +305,6 @@ def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> 
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
     )
-
-
-def chunk_to_proto(chunk: Chunk) -> generation_pb2.Chunk:
-    """A chunk; its text is that of its tokens."""
-    numbers = {"": 0}
-    message = generation_pb2.Chunk(
-        first_index=chunk.first_index,
-        tokens=[_token_to_proto(token, numbers) for token in chunk.tokens],
-        rejected=[_token_to_proto(token, numbers) for token in chunk.rejected],
-        speculation=_speculation_to_proto(chunk.speculation) if chunk.speculation else None,
-        timing=_timing_to_proto(chunk.timing) if chunk.timing else None,
-        held=[_token_to_proto(token, numbers) for token in chunk.held],
-        tree=generation_pb2.DraftTree(**_fields(chunk.tree)) if chunk.tree else None,
-    )
-    message.sources.extend([*numbers][1:])
-    message.prompt.extend(_token_to_proto(token, numbers) for token in chunk.prompt)
-    return message
 
 
 class OpenChunk:
