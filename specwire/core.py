@@ -133,7 +133,7 @@ def _check_biases(name: str, biases: Mapping[int, float]) -> None:
 
 
 _COUNT, _SHARE, _PENALTY = _whole(0, _MAX_INT, "[0, 2**31)"), _number(0, 1), _number(-2, 2)
-_GUESSES, _TOP = _whole(0, MAX_NUM_DRAFT_TOKENS), _whole(0, MAX_LOGPROBS)
+_DRAFT_TOKENS, _TOP = _whole(0, MAX_NUM_DRAFT_TOKENS), _whole(0, MAX_LOGPROBS)
 _BEAMS = _whole(1, MAX_NUM_BEAMS)
 
 
@@ -171,23 +171,29 @@ class SamplingParams:
     )
     top_k: int = _of(0, _COUNT, "Keep the k likeliest tokens; 0 keeps all.")
     top_p: float = _of(
-        1.0, _number(math.ulp(0.0), 1, "(0, 1]"), "Keep the smallest set of likeliest tokens with this mass."
+        1.0,
+        _number(math.ulp(0.0), 1, "(0, 1]"),
+        "Keep the fewest likeliest tokens with this mass, in (0, 1].",
     )
-    min_p: float = _of(0.0, _SHARE, "Drop tokens less likely than this times the likeliest one.")
+    min_p: float = _of(0.0, _SHARE, "Drop tokens less likely than this times the likeliest, in [0, 1].")
     repetition_penalty: float = _of(
-        1.0, _number(0.01, 100), "Divides positive and multiplies negative logits of tokens seen before."
+        1.0,
+        _number(0.01, 100),
+        "Divides positive, multiplies negative logits of earlier tokens. In [0.01, 100].",
     )
     presence_penalty: float = _of(
-        0.0, _PENALTY, "Subtracted from the logit of every token in the output so far."
+        0.0, _PENALTY, "Subtracted from the logit of every token in the output so far. In [-2, 2]."
     )
     frequency_penalty: float = _of(
-        0.0, _PENALTY, "Subtracted from a token's logit for each time in the output."
+        0.0, _PENALTY, "Subtracted from a token's logit for each time in the output. In [-2, 2]."
     )
-    logit_bias: Mapping[int, float] = _of({}, _check_biases, "Token id to what is added to its logit.")
+    logit_bias: Mapping[int, float] = _of(
+        {}, _check_biases, "Token id to what is added to its logit, in [-100, 100]."
+    )
     grammar: Grammar | None = _of(  # noqa: RUF009
         None,
         _must(lambda given: isinstance(given, Grammar), "must be a Grammar"),
-        "What the output must match.",
+        "What the output must match; tokens that cannot lead there have probability 0.",
     )
     stop: tuple[str, ...] = _of(
         (),
@@ -215,9 +221,9 @@ class SamplingParams:
     seed: int | None = _of(
         None,
         _whole(0, 2**63 - 1, "[0, 2**63)"),
-        "Fixes all random choices. None lets the server draw one, which the completion reports. Under "
-        "`Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); under other rules only together "
-        "with `num_draft_tokens`, else each request may differ.",
+        "Fixes all random choices. In [0, 2**63); None lets the server draw one, which the completion "
+        "reports. Under `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); under other rules "
+        "only together with `num_draft_tokens`, else each request may differ.",
     )
     rule: Rule | None = _of(  # noqa: RUF009
         None,
@@ -228,12 +234,12 @@ class SamplingParams:
     )
     num_draft_tokens: int | None = _of(
         None,
-        _GUESSES,
+        _DRAFT_TOKENS,
         "Draft tokens a round; 0 disables speculation. None leaves it to the server, round by round.",
     )
     max_depth: int | None = _of(
         None,
-        _GUESSES,
+        _DRAFT_TOKENS,
         "Longest path of a token tree of `num_draft_tokens` nodes; 0 for chains. None leaves it to the "
         "server. Trees need temperature 0 or `Rule.GUMBEL`, and services that have them (`ModelInfo.trees`).",
     )
@@ -261,7 +267,7 @@ class SamplingParams:
     length_penalty: float = _of(
         1.0,
         _number(-8, 8),
-        "Of beam search: power of a length that divides a score; over 0 favours long texts.",
+        "Of beam search: power of a length that divides a score; over 0 favours long texts. In [-8, 8].",
     )
     early_stopping: bool | str = _of(
         False,
@@ -340,6 +346,9 @@ KINDS = {
 }
 """Of parameters that are one number, switch or text: which."""
 _OPTIONAL = {name for name, each in PARAMETERS.items() if str(each.type).endswith("None")}
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n" + "\n".join(
+    f"        {name}: {each.metadata['doc']}" for name, each in PARAMETERS.items()
+)
 _CHECKS = [
     (name, each.default, check) for name, each in PARAMETERS.items() if (check := each.metadata["check"])
 ]
