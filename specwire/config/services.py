@@ -55,7 +55,7 @@ from specwire.config.speculative import (
     own_draft,
     parse_speculative_config,
 )
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
 
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
 NO_SEED = -1
@@ -150,10 +150,12 @@ class DraftConfig(ModelServiceConfig):
 
     model: str = same(ModelServiceConfig, "model", alias="draft")
     support_mass: float = option(
-        0.99, "probability mass that a sent draft distribution keeps, in (0, 1]", check=check_share
+        SUPPORT_MASS, "probability mass that a sent draft distribution keeps, in (0, 1]", check=check_share
     )
     max_support: int = option(
-        256, "most tokens in a sent draft distribution; a smaller one is sent whole", check=at_least(1)
+        MAX_SUPPORT,
+        "most tokens in a sent draft distribution; a smaller one is sent whole",
+        check=at_least(1),
     )
     max_outcomes: int = option(
         32,
