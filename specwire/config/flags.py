@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specwire.config.groups import TITLES, title_of
+from specwire.config.groups import place_of, title_of
 from specwire.config.yaml_file import of_type, read_yaml
 from specwire.errors import ConfigError, ModelLoadError, SpecwireError
 
@@ -116,7 +116,7 @@ def names_of(field: dataclasses.Field[Any]) -> list[str]:
 def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
     """Add one flag for each field, in groups; a flag that is not given is absent from the namespace."""
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in sorted(settings_of(config), key=lambda field: TITLES.index(title_of(field.name))):
+    for field in sorted(settings_of(config), key=lambda field: place_of(field.name)):
         title = title_of(field.name)
         if field.metadata.get("flag", "secret" not in field.metadata):
             if isinstance(parser, argparse.ArgumentParser) and title not in groups:
