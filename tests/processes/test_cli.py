@@ -265,9 +265,9 @@ class TestSamplingFlags:
         ("command", "name"),
         [
             (command, name)
-            for name in VALUES.keys() - {"grammar"}
+            for name in VALUES
             for command in ("generate", "demo")
-            if (command, name) != ("demo", "draft")  # there it names the model to start
+            if name != "grammar" and (command, name) != ("demo", "draft")  # there it names the model to start
         ],
     )
     def test_one_by_one(self, command: str, name: str) -> None:
