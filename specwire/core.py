@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
@@ -87,32 +87,77 @@ def _check(ok: bool, name: str, value: object, problem: str) -> None:
         raise InvalidRequestError(name, value, problem)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+Check = Callable[[str, Any], None]
+"""Raises InvalidRequestError unless a parameter, given by name and value, is valid."""
 
 
-def _is_count(value: object) -> bool:
-    return _is_int(value) and 0 <= value <= _MAX_INT  # type: ignore[operator]
+def _must(is_valid: Callable[[Any], bool], problem: str) -> Check:
+    return lambda name, value: _check(is_valid(value), name, value, problem)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+def _number(least: float, most: float, interval: str = "", kinds: Any = (int, float)) -> Check:
+    """A finite number in `interval`, which is [least, most] if it is not given."""
+
+    def is_valid(value: Any) -> bool:
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        return is_number and least <= value <= most and abs(value) < math.inf
+
+    return _must(is_valid, f"must lie in {interval or [least, most]}")
 
 
-def _are_biases(biases: Mapping[int, float]) -> bool:
-    """Whether all biases are valid; checked together, as requests may have thousands."""
-    if not biases:
-        return True
-    values = biases.values()
-    are_ids = set(map(type, biases)) == {int} and min(biases) >= 0 and max(biases) <= _MAX_INT
-    return (
-        are_ids and set(map(type, values)) <= {int, float} and all(-100 <= value <= 100 for value in values)
-    )
+def _whole(least: int, most: int, interval: str = "") -> Check:
+    """A whole number in `interval`, as `_number`."""
+    return _number(least, most, interval, int)
+
+
+def _text(least: int, most: int) -> Check:
+    """A text of so many characters."""
+    problem = f"must be a text of {least} to {most} characters"
+    return _must(lambda value: isinstance(value, str) and least <= len(value) <= most, problem)
+
+
+def _each(check: Check, most: int) -> Check:
+    """At most so many values, each of them valid."""
+
+    def check_all(name: str, values: Sequence[Any]) -> None:
+        _check(len(values) <= most, name, len(values), f"more than {most}")
+        for value in values:
+            check(name, value)
+
+    return check_all
+
+
+def _check_biases(name: str, biases: Mapping[int, float]) -> None:
+    _check(len(biases) <= MAX_LOGIT_BIASES, name, len(biases), f"more than {MAX_LOGIT_BIASES} ids")
+    for token_id, bias in biases.items():
+        is_usual = type(token_id) is int and type(bias) is float and 0 <= token_id <= _MAX_INT
+        if not (is_usual and -100 <= bias <= 100):  # a request may have thousands
+            _COUNT(f"{name}[{token_id!r}]", token_id)
+            _number(-100, 100)(f"{name}[{token_id!r}]", bias)
+
+
+_COUNT, _SHARE, _PENALTY = _whole(0, _MAX_INT, "[0, 2**31)"), _number(0, 1), _number(-2, 2)
+_DRAFT_TOKENS, _TOP = _whole(0, MAX_NUM_DRAFT_TOKENS), _whole(0, MAX_LOGPROBS)
+_BEAMS = _whole(1, MAX_NUM_BEAMS)
+
+
+def _of(default: Any, check: Check | None, doc: str) -> Any:
+    """A field of `SamplingParams`.
+
+    Args:
+        check: of values that are neither the default nor None.
+        doc: sentences, of which the first is the help of its flag.
+    """
+    given: Any = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**given, metadata={"doc": doc, "check": check})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How to continue a prompt. Every parameter works with speculation.
+
+    This is the table of parameters: flags of the command line, fields of HTTP bodies and of messages, and
+    their descriptions follow from the fields here.
 
     The target's distribution at a position is made from its logits in this order (that of
     transformers' `generate`): `logit_bias`, `repetition_penalty`, `presence_penalty` and
@@ -122,85 +167,148 @@ class SamplingParams:
         InvalidRequestError: on construction, naming the field and the value.
     """
 
-    max_tokens: int | None = 256
-    """Most tokens to emit; None for as many as the context has room for after the prompt."""
-    temperature: float = 1.0
-    """Divides the logits; 0 is greedy decoding."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens with at least this mass, in (0, 1]."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this times the likeliest one, in [0, 1]."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output; in [0.01, 100]."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of every token in the output so far; in [-2, 2]."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once per occurrence in the output so far; in [-2, 2]."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id to a number added to its logit; finite, in [-100, 100]."""
-    grammar: Grammar | None = None
-    """What the output must match; tokens that cannot lead there have probability 0."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the output; they are not part of it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output; they are part of `token_ids`, not of the text."""
-    ignore_eos: bool = False
-    """Continue past the model's end-of-sequence token."""
-    min_tokens: int = 0
-    """The first so many tokens are neither the model's end-of-sequence token nor one of `stop_token_ids`:
-    there these have probability 0. A stop string that they contain does not end the output."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text; False writes them by their names. One that ends the output is
-    never part of the text."""
-    seed: int | None = None
-    """Fixes all random choices, in [0, 2**63); None lets the server draw one, which the completion reports.
-
-    With `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); under other rules only together
-    with `num_draft_tokens`, else each request may differ.
-    """
-    rule: Rule | None = None
-    """The verification rule; None leaves it to the server, and the completion reports it. By default the
-    server takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`; one that selects by
-    k-SEQ takes `KSEQ` where no seed is given."""
-    num_draft_tokens: int | None = None
-    """Guesses a round; None leaves it to the server, round by round; 0 switches speculation off."""
-    max_depth: int | None = None
-    """Longest path of a token tree of `num_draft_tokens` nodes; 0 for chains, None leaves it to the server.
-    Trees need temperature 0 or `Rule.GUMBEL`, and services that have them (`ModelInfo.trees`)."""
-    draft: str | None = None
-    """What makes the guesses: a method that needs no model (`ngram`, `suffix`, `unigram`, `bigram`,
-    `trigram`), `model` or the draft model's name, both as `ngram,model`, or `off`; None leaves it to the
-    server. The completion counts tokens by what made them."""
-    logprobs: int | None = None
-    """Report each emitted token's log probability under the target, and those of the n likeliest."""
-    prompt_logprobs: int | None = None
-    """Report each prompt token's log probability under the target, and those of the n likeliest at its
-    position; `max_tokens` may be 0 then. The target runs the whole prompt for it, cached or not."""
-    num_beams: int = 1
-    """Beam search with so many beams, as transformers' `generate` has it; 1 is without. It needs
-    temperature 0, and neither seed, rule, penalties, stop strings nor log probabilities."""
-    length_penalty: float = 1.0
-    """Of beam search: a text's score is divided by its length to this power; over 0 favours long ones."""
-    early_stopping: bool | str = False
-    """Of beam search: True ends it with `num_beams` finished texts, "never" once no better one is possible;
-    False judges that by the present length."""
-    num_return_sequences: int = 1
-    """Of beam search: how many of the best texts the completion has, at most `num_beams`."""
-    cache_salt: str = ""
-    """Only requests of the same salt share cached prompts; the text does not depend on it. With bearer
-    tokens, requests of different principals never share them."""
+    max_tokens: int | None = _of(
+        256, _COUNT, "Most tokens to emit. None for as many as the context has room for."
+    )
+    temperature: float = _of(
+        1.0, _number(0, math.inf, "[0, inf)"), "Divides the logits; 0 is greedy decoding."
+    )
+    top_k: int = _of(0, _COUNT, "Keep the k likeliest tokens; 0 keeps all.")
+    top_p: float = _of(
+        1.0,
+        _number(math.ulp(0.0), 1, "(0, 1]"),
+        "Keep the fewest likeliest tokens with this mass, in (0, 1].",
+    )
+    min_p: float = _of(0.0, _SHARE, "Drop tokens less likely than this times the likeliest, in [0, 1].")
+    repetition_penalty: float = _of(
+        1.0,
+        _number(0.01, 100),
+        "Divides positive, multiplies negative logits of earlier tokens. In [0.01, 100].",
+    )
+    presence_penalty: float = _of(
+        0.0, _PENALTY, "Subtracted from the logit of every token in the output so far. In [-2, 2]."
+    )
+    frequency_penalty: float = _of(
+        0.0, _PENALTY, "Subtracted from a token's logit for each time in the output. In [-2, 2]."
+    )
+    logit_bias: Mapping[int, float] = _of(
+        {}, _check_biases, "Token id to what is added to its logit, in [-100, 100]."
+    )
+    grammar: Grammar | None = _of(  # noqa: RUF009
+        None,
+        _must(lambda given: isinstance(given, Grammar), "must be a Grammar"),
+        "What the output must match; tokens that cannot lead there have probability 0.",
+    )
+    stop: tuple[str, ...] = _of(
+        (),
+        _each(_text(1, MAX_STOP_LEN), MAX_STOP_STRINGS),
+        "String that ends the output, without being part of it.",
+    )
+    stop_token_ids: tuple[int, ...] = _of(
+        (),
+        _each(_COUNT, MAX_STOP_TOKEN_IDS),
+        "Token ids that end the output; part of `token_ids`, not of the text.",
+    )
+    ignore_eos: bool = _of(False, None, "Continue past the model's end-of-sequence token.")
+    min_tokens: int = _of(
+        0,
+        _COUNT,
+        "So many first tokens are neither the end-of-sequence token nor one of `stop_token_ids`. These have "
+        "probability 0 there, and a stop string that they contain does not end the output.",
+    )
+    skip_special_tokens: bool = _of(
+        True,
+        None,
+        "Leave special tokens out of the text. False writes them by their names; one that ends the output is "
+        "never part of the text.",
+    )
+    seed: int | None = _of(
+        None,
+        _whole(0, 2**63 - 1, "[0, 2**63)"),
+        "Fixes all random choices. In [0, 2**63); None lets the server draw one, which the completion "
+        "reports. Under `Rule.GUMBEL` it fixes the text (see `Completion.reproducible`); under other rules "
+        "only together with `num_draft_tokens`, else each request may differ.",
+    )
+    rule: Rule | None = _of(  # noqa: RUF009
+        None,
+        None,
+        "How draft and target are reconciled. None leaves it to the server, which the completion reports. By "
+        "default it takes `GUMBEL` if a seed is given or the draft is far away, else `BLOCK`; one that "
+        "selects by k-SEQ takes `KSEQ` where no seed is given.",
+    )
+    num_draft_tokens: int | None = _of(
+        None,
+        _DRAFT_TOKENS,
+        "Draft tokens a round; 0 disables speculation. None leaves it to the server, round by round.",
+    )
+    max_depth: int | None = _of(
+        None,
+        _DRAFT_TOKENS,
+        "Longest path of a token tree of `num_draft_tokens` nodes; 0 for chains. None leaves it to the "
+        "server. Trees need temperature 0 or `Rule.GUMBEL`, and services that have them (`ModelInfo.trees`).",
+    )
+    draft: str | None = _of(
+        None,
+        _text(1, MAX_DRAFT_LEN),
+        "What proposes: ngram, suffix, unigram, bigram, trigram; model, or its name; both as ngram,model; or "
+        "off. None leaves it to the server. The completion counts tokens by what made them.",
+    )
+    logprobs: int | None = _of(
+        None, _TOP, "Report log probabilities under the target, and those of the n likeliest."
+    )
+    prompt_logprobs: int | None = _of(
+        None,
+        _TOP,
+        "Report log probabilities of the prompt's tokens, and those of the n likeliest. `max_tokens` may be "
+        "0 then. The target runs the whole prompt for it, cached or not.",
+    )
+    num_beams: int = _of(
+        1,
+        _BEAMS,
+        "Beam search with so many beams, as transformers' `generate` has it; 1 is without. It needs "
+        "temperature 0, and neither seed, rule, penalties, stop strings nor log probabilities.",
+    )
+    length_penalty: float = _of(
+        1.0,
+        _number(-8, 8),
+        "Of beam search: power of a length that divides a score; over 0 favours long texts. In [-8, 8].",
+    )
+    early_stopping: bool | str = _of(
+        False,
+        _must(lambda given: isinstance(given, bool) or given == "never", 'must be True, False or "never"'),
+        "Of beam search: end it with `num_beams` finished texts. With never, once no better one is possible; "
+        "False judges that by the present length.",
+    )
+    num_return_sequences: int = _of(
+        1, _BEAMS, "Of beam search: texts in the completion, at most `num_beams`."
+    )
+    cache_salt: str = _of(
+        "",
+        _text(0, MAX_CACHE_SALT_LEN),
+        "Share cached prompts with requests of the same salt only; the text does not depend on it. With "
+        "bearer tokens, requests of different principals never share them.",
+    )
 
     def __post_init__(self) -> None:
         self._coerce()
-        self._check_counts()
-        self._check_depth()
-        self._check_warps()
-        self._check_penalties()
-        grammar = self.grammar
-        _check(grammar is None or isinstance(grammar, Grammar), "grammar", grammar, "must be a Grammar")
-        self._check_beams()
+        for name, default, check in _CHECKS:
+            value = getattr(self, name)
+            if value is not default and not (value is None and name in _OPTIONAL):
+                check(name, value)
+        most, depth = self.max_tokens, self.max_depth
+        least = 1 if self.prompt_logprobs is None else 0
+        _check(most is None or most >= least, "max_tokens", most, f"must lie in [{least}, 2**31)")
+        fits = most is None or self.min_tokens <= most
+        _check(fits, "min_tokens", self.min_tokens, f"is over max_tokens={most}")
+        can_match = self.matches_tokens or self.rule is None
+        _check(not depth or can_match, "max_depth", depth, f"trees need rule {Rule.GUMBEL} or temperature 0")
+        agrees = self.draft != DRAFT_OFF or not self.num_draft_tokens
+        _check(agrees, "draft", self.draft, f"contradicts num_draft_tokens={self.num_draft_tokens}")
+        num, most_texts = self.num_beams, self.num_return_sequences
+        _check(most_texts <= num, "num_return_sequences", most_texts, f"is over num_beams={num}")
+        for name in ("length_penalty", "early_stopping"):
+            value, default = getattr(self, name), PARAMETERS[name].default
+            _check(num > 1 or value == default, name, value, "needs num_beams over 1")
 
     def _coerce(self) -> None:
         """Accept other types that callers use: a single stop string, lists, a rule by name."""
@@ -213,102 +321,6 @@ class SamplingParams:
         except ValueError:
             known = ", ".join(rule.value for rule in Rule)
             raise InvalidRequestError("rule", self.rule, f"is not one of {known}") from None
-
-    def _check_counts(self) -> None:
-        most_tokens = self.max_tokens
-        least = 1 if self.prompt_logprobs is None else 0
-        _check(
-            most_tokens is None or (_is_count(most_tokens) and most_tokens >= least),
-            "max_tokens",
-            most_tokens,
-            f"must lie in [{least}, 2**31)",
-        )
-        self._check_min_tokens()
-        for name in ("num_draft_tokens", "max_depth"):
-            value = getattr(self, name)
-            ok = value is None or (_is_int(value) and 0 <= value <= MAX_NUM_DRAFT_TOKENS)
-            _check(ok, name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
-        self._check_draft()
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-            _check(ok, name, value, f"must lie in [0, {MAX_LOGPROBS}]")
-        _check(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
-            "seed",
-            self.seed,
-            "must lie in [0, 2**63)",
-        )
-        _check(
-            len(self.stop) <= MAX_STOP_STRINGS,
-            "stop",
-            len(self.stop),
-            f"more than {MAX_STOP_STRINGS} strings",
-        )
-        salt = self.cache_salt
-        _check(isinstance(salt, str), "cache_salt", salt, "must be a string")
-        over = f"is over {MAX_CACHE_SALT_LEN} characters long"
-        _check(len(salt) <= MAX_CACHE_SALT_LEN, "cache_salt", salt, over)
-        for text in self.stop:
-            _check(isinstance(text, str) and text != "", "stop", text, "must be non-empty strings")
-            _check(len(text) <= MAX_STOP_LEN, "stop", text, f"is over {MAX_STOP_LEN} characters long")
-        num_ids = len(self.stop_token_ids)
-        most = f"more than {MAX_STOP_TOKEN_IDS} ids"
-        _check(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, most)
-        for token_id in self.stop_token_ids:
-            _check(_is_count(token_id), "stop_token_ids", token_id, "must be token ids")
-
-    def _check_min_tokens(self) -> None:
-        least, most = self.min_tokens, self.max_tokens
-        _check(_is_count(least), "min_tokens", least, "must lie in [0, 2**31)")
-        _check(most is None or least <= most, "min_tokens", least, f"is over max_tokens={most}")
-
-    def _check_depth(self) -> None:
-        depth, can_match = self.max_depth, self.matches_tokens or self.rule is None
-        _check(not depth or can_match, "max_depth", depth, f"trees need rule {Rule.GUMBEL} or temperature 0")
-
-    def _check_draft(self) -> None:
-        draft = self.draft
-        ok = draft is None or (isinstance(draft, str) and 0 < len(draft) <= MAX_DRAFT_LEN)
-        _check(ok, "draft", draft, f"must be a name of at most {MAX_DRAFT_LEN} characters")
-        contradicts = draft == DRAFT_OFF and bool(self.num_draft_tokens)
-        _check(not contradicts, "draft", draft, f"contradicts num_draft_tokens={self.num_draft_tokens}")
-
-    def _check_beams(self) -> None:
-        num, most = self.num_beams, self.num_return_sequences
-        _check(
-            _is_int(num) and 1 <= num <= MAX_NUM_BEAMS, "num_beams", num, f"must lie in [1, {MAX_NUM_BEAMS}]"
-        )
-        ok = _is_int(most) and 1 <= most <= MAX_NUM_BEAMS
-        _check(ok, "num_return_sequences", most, f"must lie in [1, {MAX_NUM_BEAMS}]")
-        penalty, stopping = self.length_penalty, self.early_stopping
-        _check(_is_finite(penalty) and abs(penalty) <= 8, "length_penalty", penalty, "must lie in [-8, 8]")
-        known = stopping is True or stopping is False or stopping == "never"
-        _check(known, "early_stopping", stopping, 'must be True, False or "never"')
-
-    def _check_warps(self) -> None:
-        t = self.temperature
-        _check(_is_finite(t) and t >= 0, "temperature", t, "must be a finite number, at least 0")
-        _check(_is_count(self.top_k), "top_k", self.top_k, "must lie in [0, 2**31)")
-        _check(_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]")
-        _check(_is_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "must lie in [0, 1]")
-
-    def _check_penalties(self) -> None:
-        r = self.repetition_penalty
-        _check(_is_finite(r) and 0.01 <= r <= 100, "repetition_penalty", r, "must lie in [0.01, 100]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(_is_finite(value) and -2 <= value <= 2, name, value, "must lie in [-2, 2]")
-        num_biases = len(self.logit_bias)
-        _check(num_biases <= MAX_LOGIT_BIASES, "logit_bias", num_biases, f"more than {MAX_LOGIT_BIASES} ids")
-        if not _are_biases(self.logit_bias):
-            self._refuse_biases()
-
-    def _refuse_biases(self) -> None:
-        for token_id, bias in self.logit_bias.items():
-            name = f"logit_bias[{token_id!r}]"
-            _check(_is_count(token_id), name, token_id, "must be keyed by token ids")
-            _check(_is_finite(bias) and -100 <= bias <= 100, name, bias, "must lie in [-100, 100]")
 
     @property
     def greedy(self) -> bool:
@@ -324,6 +336,26 @@ class SamplingParams:
     def matches_tokens(self) -> bool:
         """True if a draft token is accepted by equality with the target's own: no probabilities are sent."""
         return self.greedy or self.rule is Rule.GUMBEL
+
+
+PARAMETERS = {each.name: each for each in fields(SamplingParams)}
+"""The fields by name; `metadata["doc"]` describes one."""
+WARPS = ("temperature", "top_k", "top_p", "min_p")
+"""Those that change the distribution by itself, in their order."""
+_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+KINDS = {
+    name: kind
+    for name, each in PARAMETERS.items()
+    if (kind := _TYPES.get(str(each.type).removesuffix(" | None")))
+}
+"""Of parameters that are one number, switch or text: which."""
+_OPTIONAL = {name for name, each in PARAMETERS.items() if str(each.type).endswith("None")}
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n" + "\n".join(
+    f"        {name}: {each.metadata['doc']}" for name, each in PARAMETERS.items()
+)
+_CHECKS = [
+    (name, each.default, check) for name, each in PARAMETERS.items() if (check := each.metadata["check"])
+]
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from specwire.cli.signals import end_on_signals
 from specwire.config import extras
-from specwire.config.flags import add_config_file, read_config
+from specwire.config.flags import read_config
 from specwire.config.link import ProxyConfig
 from specwire.config.parser import add_command
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params
@@ -26,33 +26,32 @@ add_bench = bench.add_command
 def add_demo(commands: Any) -> None:
     """Add `demo`."""
     about = "start everything, continue a prompt, show what happened"
-    demo = add_command(commands, "demo", about, DemoConfig)
-    add_config_file(demo)
+    demo = add_command(commands, "demo", about, DemoConfig, _demo, has_file=True)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
     omit = ("rule", "num_draft_tokens", "max_depth", "draft")
     add_sampling_flags(demo, omit=omit, max_tokens=192, temperature=0.7, seed=7)
     demo.add_argument("--json", action="store_true", help="print the completion as JSON")
     compare = "decode plainly and with each kind of draft in turn: chain, block, tree, ngram"
     demo.add_argument("--compare", action="store_true", help=compare)
-    demo.set_defaults(run=_demo)
 
 
 def add_proxy(commands: Any) -> None:
     """Add `proxy`."""
-    about = "add latency, jitter and a bandwidth limit between two services"
-    add_command(commands, "proxy", about, ProxyConfig).set_defaults(run=_proxy)
+    add_command(
+        commands,
+        "proxy",
+        "add latency, jitter and a bandwidth limit between two services",
+        ProxyConfig,
+        _proxy,
+    )
 
 
-def add_train_heads(commands: Any) -> None:
-    """Add `train-heads`."""
+def add_training(commands: Any) -> None:
+    """Add what makes drafts of a target's own."""
     about = "train heads with which a target drafts for itself"
-    add_command(commands, "train-heads", about, TrainHeadsConfig).set_defaults(run=_train_heads)
-
-
-def add_search_layers(commands: Any) -> None:
-    """Add `search-layers`."""
+    add_command(commands, "train-heads", about, TrainHeadsConfig, _train_heads)
     about = "search for layers without which a target drafts for itself"
-    add_command(commands, "search-layers", about, SearchLayersConfig).set_defaults(run=_search_layers)
+    add_command(commands, "search-layers", about, SearchLayersConfig, _search_layers)
 
 
 def add_timeline(commands: Any) -> None:
@@ -63,9 +62,8 @@ def add_timeline(commands: Any) -> None:
 def add_tune(commands: Any) -> None:
     """Add `tune`."""
     about = "measure a pair on a text, and say how it would be drafted with how many streams"
-    tune = add_command(commands, "tune", about, TuneConfig)
+    tune = add_command(commands, "tune", about, TuneConfig, _tune)
     add_sampling_flags(tune, omit=("rule", "num_draft_tokens", "max_depth", "draft", "seed"), max_tokens=64)
-    tune.set_defaults(run=_tune)
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 
-from specwire.config import environment, extras, flags, preflight
-from specwire.config import services as config
-from specwire.config.parser import Parser
+from specwire.config import preflight
+from specwire.config.services import VerifyCommand
 from specwire.engine import threads
-from specwire.rpc import listening, process
-from specwire.telemetry import logs
+from specwire.rpc import process
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
-    parser = Parser(prog="specwire verify", description="Run one verify service, or several.")
-    flags.add_config_file(parser)
-    flags.add_flags(parser, config.VerifyCommand)
-    args = parser.parse_args(argv)
-    return process.run_service(lambda: _serve(args), args)
+    return process.run_service("verify", "Run one verify service, or several.", VerifyCommand, _serve, argv)
 
 
-async def _serve(args: argparse.Namespace) -> None:
-    settings = flags.read_config(config.VerifyCommand, args, os.environ)
-    logs.set_up(settings.log_level, settings.log_format, "verify")
-    environment.check_environment(os.environ)
-    listening.check(settings)
-    extras.require("specwire verify", "serve")
-    preflight.check(settings)
+async def _serve(config: VerifyCommand) -> None:
+    preflight.check(config)
     process.end_at_once_by_signals(signal.SIGINT, signal.SIGTERM)
     threads.spin_briefly(os.environ)
-    if settings.replicas > 1:
+    if config.replicas > 1:
         from verify_service import replicas
 
-        await process.run_until_signal(replicas.serving(settings))
+        await process.run_until_signal(replicas.serving(config))
         return
     with process.importing():
         from verify_service.service import serving  # loads torch: after the flags were checked
 
-    await process.run_until_signal(serving(settings))
+    await process.run_until_signal(serving(config))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from specwire.config.services import VerifyConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, SUPPORT_MASS, num_in_common
+from specwire.engine import chosen
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
@@ -98,19 +100,21 @@ class ModelDrafts(GrownDrafts):
         """Draft chains of one kind on the device; whether it could."""
         num_steps = max(each.growth.max_depth for each in growing)
         longest = max(len(each.committed) for each in growing) + num_steps
-        width = min(self._vocab_size, self._runner.vocab_size)
-        if not on_device.fits(kind, num_steps * len(growing) * width):
-            return False
         if self._runner.context_len and longest > self._runner.context_len:
             return False
         followers = [self._followers[each.sequence] for each in growing]
         lengths = [own.cache.length for own in followers]
+        width = min(self._vocab_size, self._runner.vocab_size)
         logits = self.logits_after([Node(each, -1) for each in growing])[:, :width]
-        choice = on_device.choice(kind, growing, num_steps, logits)
-        try:
-            found = self._runner.decode([own.cache for own in followers], logits, choice)
-        except ResourceExhaustedError:
-            found = None
+        found = None
+        if chosen.fits(kind, num_steps, logits):
+            encoded, bases = (
+                [each.sequence.encoded for each in growing],
+                [len(each.committed) for each in growing],
+            )
+            choice = chosen.choice(kind, encoded, bases, bases, num_steps, logits)
+            with suppress(ResourceExhaustedError):
+                found = self._runner.decode([own.cache for own in followers], logits, choice)
         if found is None:
             for own, length in zip(followers, lengths, strict=True):
                 own.cache.truncate(length)

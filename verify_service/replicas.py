@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-from specwire.cli.replicas import Replica, kept
-from specwire.cli.supervisor import device_of
+from specwire.cli.replicas import kept, replica
 from specwire.config.fields import next_address
 from specwire.config.services import VerifyConfig
 from specwire.engine.group.instance import Instance, isolated_environ
@@ -32,9 +31,12 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         ray_address = instance.ready() if instance else config.ray_address
         environ, watch = (isolated_environ(), [partial(_watch, instance)]) if instance else ({}, [])
         configs = [_config_of(config, index, ray_address) for index in range(config.replicas)]
-        replicas = [Replica("verify service", ["verify_service"], each, environ) for each in configs]
+        replicas = [
+            replica(f"verify service {number}", ["verify_service"], each, environ)
+            for number, each in enumerate(configs, 1)
+        ]
         async with kept(replicas, config.grace_s, *watch):
-            yield ",".join(replica.service.address for replica in replicas)
+            yield ",".join(each.service.address for each in replicas)
 
 
 def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | None]:
@@ -53,7 +55,7 @@ def _config_of(config: VerifyConfig, index: int, ray_address: str) -> VerifyConf
         replicas=1,
         address=next_address("address", config.address, index),
         metrics_address=next_address("metrics_address", config.metrics_address, index),
-        device=device_of(config, index),
+        device=config.device_of(index),
         ray_address=ray_address,
         kv_cache_memory=config.kv_cache_memory / share,
     )

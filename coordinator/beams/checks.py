@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from coordinator.drafts.choice import DraftChoice
-from specwire.core import MAX_LOGPROBS, ModelInfo, SamplingParams
+from specwire.core import MAX_LOGPROBS, PARAMETERS, ModelInfo, SamplingParams
 from specwire.errors import UnsupportedError
 from specwire.rule.beam_search import BeamRules, EarlyStopping
 from specwire.v1 import generation_pb2
 
-_WITHOUT = {
-    "temperature": 0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": {},
-    "grammar": None,
-    "min_tokens": 0,
-    "prompt_logprobs": None,
-    "stop": (),
-    "rule": None,
-    "logprobs": None,
+_ALLOWED = {
+    *("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "max_tokens"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "num_draft_tokens", "max_depth", "draft"),
+    *("cache_salt", "temperature", "seed"),
 }
-"""The only values with which beam search ranks texts by the target's own log probabilities, as documented."""
+"""It ranks texts by the target's own log probabilities, which no other parameter may change."""
 
 
 def check_beams(
@@ -46,8 +35,9 @@ def check_beams(
         UnsupportedError: naming the field.
     """
     resumes = bool(message.context_digest)
-    for name, only in _WITHOUT.items():
-        value = getattr(params, name)
+    neutral = SamplingParams(temperature=0)
+    for name in ("temperature", *(name for name in PARAMETERS if name not in _ALLOWED)):
+        value, only = getattr(params, name), getattr(neutral, name)
         if value != only and not (resumes and name == "rule"):
             raise UnsupportedError(name, value, f"beam search is without: it must be {only!r}")
     if params.seed is not None and not resumes:

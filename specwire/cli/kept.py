@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 import math
 import select
 import time
+from collections.abc import Callable
 
 from specwire.cli.process import STOP_MARGIN_S, Service
 from specwire.errors import ConfigError, ServiceUnavailableError
@@ -23,35 +23,36 @@ MAX_SILENCE_S = 10.0
 works is never kept so long, by whatever else a machine does."""
 
 
-class KeptService(abc.ABC):
+class KeptService:
     """A service process, and those that replace it at the same address.
 
     Attributes:
         service: the process at present, or the last one, until the next one starts.
     """
 
-    def __init__(self, max_failures: float = math.inf, *, max_silence_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[str], Service],
+        max_failures: float = math.inf,
+        *,
+        max_silence_s: float = math.inf,
+    ) -> None:
         """Start it; it does not serve yet.
 
         Args:
+            name: what logs call it.
+            start: starts a process at the address that the first one served; for the first one it is empty.
             max_failures: in a row; after so many it is not started again.
             max_silence_s: without a sign of life (`run_until_signal`), after which `keep` ends it by force.
         """
+        self.name, self._start = name, start
         self._max_failures = max_failures
         self._num_failures = 0
         self._max_silence_s, self._silence_s = max_silence_s, 0.0
         self._address = ""
         self._serving_since_s = self._due_s = math.inf
         self.service = self._start("")
-
-    @abc.abstractmethod
-    def _start(self, address: str) -> Service:
-        """A new process at the address that the first one served; for the first one it is empty."""
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """What logs call it."""
 
     def restart_if_due(self, now_s: float) -> None:
         """See what became of it, and start it again after its pause; never blocks. It has served once.

@@ -18,7 +18,7 @@ from specwire.cli.supervisor import Stack
 from specwire.config import extras, preflight
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import check_environment
-from specwire.config.flags import add_config_file, as_given, read_config
+from specwire.config.flags import as_given, read_config
 from specwire.config.parser import Parser, add_command
 from specwire.config.sampling_flags import add_sampling_flags
 from specwire.config.sampling_flags import sampling_params as _sampling_params
@@ -96,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
 
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve.add_command(commands).set_defaults(run=_serve)
-    _add_up(commands)
+    about = "run the three services on this machine until Ctrl-C"
+    add_command(commands, "up", about, UpConfig, _up, has_file=True)
     tools.add_demo(commands)
     _add_health(commands)
     _add_chat(commands)
@@ -104,12 +105,14 @@ def _parser() -> argparse.ArgumentParser:
     tools.add_bench(commands)
     tools.add_proxy(commands)
     _add_token(commands)
-    _add_http(commands)
-    tools.add_train_heads(commands)
-    tools.add_search_layers(commands)
-    _add_drafts(commands)
+    about = "serve OpenAI's API and a page in front of a coordinator"
+    add_command(commands, "http", about, HttpConfig, _http, has_file=True)
+    tools.add_training(commands)
+    about = "list the kinds of drafts, what they need, and what they have brought on a running coordinator"
+    add_command(commands, "drafts", about, ClientConfig, _drafts)
     tools.add_tune(commands)
-    _add_status(commands)
+    about = "say what a running coordinator serves and does, and whether its texts can be repeated"
+    add_command(commands, "status", about, ClientConfig, _status)
     tools.add_timeline(commands)
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
@@ -123,26 +126,17 @@ def _version() -> str:
         return "from a source tree"
 
 
-def _add_up(commands: Any) -> None:
-    about = "run the three services on this machine until Ctrl-C"
-    up = add_command(commands, "up", about, UpConfig)
-    add_config_file(up)
-    up.set_defaults(run=_up)
-
-
 def _add_health(commands: Any) -> None:
     about = "say whether a service is healthy; status 0 if it is"
-    health = add_command(commands, "health", about, ClientConfig)
+    health = add_command(commands, "health", about, ClientConfig, _health)
     health.add_argument("--service", default="", metavar="NAME", help="full name (default: all it serves)")
-    health.set_defaults(run=_health)
 
 
 def _add_chat(commands: Any) -> None:
     about = "chat with the model of a running coordinator, in colours by the fate of each token"
-    chat = add_command(commands, "chat", about, ClientConfig)
+    chat = add_command(commands, "chat", about, ClientConfig, _chat)
     chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the chat")
     add_sampling_flags(chat, max_tokens=512)
-    chat.set_defaults(run=_chat)
 
 
 def _add_token(commands: Any) -> None:
@@ -155,23 +149,6 @@ def _add_token(commands: Any) -> None:
     token.add_argument("--max-waiting", type=int, metavar="N", help="generations of that name that wait")
     token.add_argument("--max-tokens", type=int, metavar="N", help="tokens that one generation may ask for")
     token.set_defaults(run=_token)
-
-
-def _add_http(commands: Any) -> None:
-    about = "serve OpenAI's API and a page in front of a coordinator"
-    http = add_command(commands, "http", about, HttpConfig)
-    add_config_file(http)
-    http.set_defaults(run=_http)
-
-
-def _add_drafts(commands: Any) -> None:
-    about = "list the kinds of drafts, what they need, and what they have brought on a running coordinator"
-    add_command(commands, "drafts", about, ClientConfig).set_defaults(run=_drafts)
-
-
-def _add_status(commands: Any) -> None:
-    about = "say what a running coordinator serves and does, and whether its texts can be repeated"
-    add_command(commands, "status", about, ClientConfig).set_defaults(run=_status)
 
 
 def _up(args: argparse.Namespace) -> int:

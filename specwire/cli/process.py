@@ -38,7 +38,6 @@ class Service:
         flags: Sequence[str],
         environ: Mapping[str, str] | None = None,
         *,
-        model_flag: str = "--model",
         pass_fds: Sequence[int] = (),
         owner: type[StackConfig] = UpConfig,
     ) -> None:
@@ -47,13 +46,11 @@ class Service:
         Args:
             module: draft_service, verify_service or coordinator.
             environ: added to this process's environment, without the variables of `owner`.
-            model_flag: the user's name of the service's `--model`, for errors.
             pass_fds: descriptors that it inherits, under the same numbers.
             owner: the config of this process, whose variables are not the service's.
         """
         self.module = module
         self.address = ""
-        self._model_flag = model_flag
         self._error = ""
         self._is_terminated = False
         variables = _inherited(owner) | parent.environment() | dict(environ or {})
@@ -133,8 +130,7 @@ class Service:
     def _why_not_serving(self) -> str:
         status = self.process.wait()
         self._forwarder.join(1.0)
-        error = self._error.replace("--model ", f"{self._model_flag} ", 1)
-        return error or f"{self.module} ended with status {status} instead of serving"
+        return self._error or f"{self.module} ended with status {status} instead of serving"
 
     def _forward_errors(self) -> None:
         """Forward standard error, except for the error that ends a service that did not start: it is raised

@@ -15,64 +15,51 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from specwire.cli.kept import MAX_SILENCE_S, KeptService
 from specwire.cli.process import Service, wait_ready
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
-from specwire.config.flags import flag_words, settings_of
+from specwire.config.flags import config_words
 from specwire.config.services import CoordinatorConfig
 
 _WORKER = "_SPECWIRE_WORKER"
 """In the environment of a worker."""
 
 
-class Replica(KeptService):
-    """One of the processes, and those that replace it."""
+def replica(
+    name: str,
+    command: Sequence[str],
+    config: Any,
+    environ: Mapping[str, str],
+    *,
+    max_silence_s: float = math.inf,
+) -> KeptService:
+    """Start one of the processes, and those that replace it; it does not serve yet.
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        config: Any,
-        environ: Mapping[str, str],
-        *,
-        max_silence_s: float = math.inf,
-    ) -> None:
-        """Start it; it does not serve yet.
+    Args:
+        name: what logs call it.
+        command: module, and words before the flags.
+        config: what all flags are set to.
+        environ: added to the environment of the process.
+        max_silence_s: see `KeptService`.
+    """
+    module, *words = command
 
-        Args:
-            name: what logs call it.
-            command: module, and words before the flags.
-            config: what all flags are set to.
-            environ: added to the environment of the process.
-            max_silence_s: see `KeptService`.
-        """
-        self._name, self._command, self._config, self._environ = name, command, config, environ
-        super().__init__(max_silence_s=max_silence_s)
-
-    def _start(self, address: str) -> Service:
-        config = replace(self._config, address=address) if address else self._config
-        values = {field.name: getattr(config, field.name) for field in settings_of(type(config))}
-        module, *words = self._command
-        flags = chain(*(flag_words(name, value) for name, value in values.items()))
+    def start(address: str) -> Service:
+        flags = config_words(replace(config, address=address) if address else config)
         # Files without a name, as `supervisor` passes tokens, are inherited.
-        named = [re.fullmatch("/dev/fd/([0-9]+)", str(value)) for value in values.values()]
-        return Service(
-            module, [*words, *flags], self._environ, pass_fds=[int(found[1]) for found in named if found]
-        )
+        named = [re.fullmatch("/dev/fd/([0-9]+)", word) for word in flags]
+        pass_fds = [int(found[1]) for found in named if found]
+        return Service(module, [*words, *flags], environ, pass_fds=pass_fds)
 
-    @property
-    def name(self) -> str:
-        """See `KeptService`."""
-        return f"{self._name} {self.service.address or self._config.address}"
+    return KeptService(name, start, max_silence_s=max_silence_s)
 
 
 @contextlib.asynccontextmanager
 async def kept(
-    replicas: Sequence[Replica], grace_s: float, *others: Callable[[], Coroutine[Any, Any, None]]
+    replicas: Sequence[KeptService], grace_s: float, *others: Callable[[], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[None]:
     """Keep replicas serving while the body runs, which begins when all serve; then shut them down gracefully.
 
@@ -101,7 +88,7 @@ async def kept(
 async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig) -> AsyncIterator[str]:
     """`config.workers` processes at one port; yields its `HOST:PORT`. Metrics are at consecutive ports.
 
-    Args, errors: as of `Replica` and `kept`.
+    Args, errors: as of `replica` and `kept`.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -115,8 +102,8 @@ async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig
             if isinstance(own, CoordinatorConfig):
                 metrics = next_address("metrics_address", own.metrics_address, number)
                 own = replace(own, metrics_address=metrics)
-            name, environ = f"worker {number + 1} at", {_WORKER: "1"}
-            made.append(Replica(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
+            name, environ = f"worker {number + 1} at {address}", {_WORKER: "1"}
+            made.append(replica(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
         async with kept(made, config.grace_s):
             yield address
 

@@ -14,9 +14,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, Self
@@ -24,20 +22,19 @@ from typing import NoReturn, Self
 from specwire.cli.kept import KeptService, pause_s
 from specwire.cli.process import STOP_MARGIN_S, Service, wait_ready
 from specwire.config import preflight
-from specwire.config.fields import next_address
 from specwire.config.flags import env_name, flag_words
-from specwire.config.models import EMBEDDED, NO_DRAFT
+from specwire.config.models import NO_DRAFT
 from specwire.config.security.bearer import make_token, token_line
 from specwire.config.serve import ServeConfig
-from specwire.config.services import CoordinatorConfig, ListenConfig, VerifyConfig
+from specwire.config.services import CoordinatorConfig
 from specwire.config.stack import StackConfig, UpConfig
 from specwire.rpc import interrupts
 from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)
 
-METRICS_ROLES = ("coordinator", "draft", "verify")
-"""Roles in the order of their ports."""
+_LOCAL = "127.0.0.1:0"
+_NO_FILES: Mapping[str, _UnnamedFile] = MappingProxyType({})
 _CANCEL_S = 1.0
 """For a service to cancel by itself what exceeds its grace period."""
 _INTERRUPT_MARGIN_S = 0.75
@@ -59,9 +56,9 @@ class Stack:
             ConfigError, ServiceUnavailableError: one of them did not start; the others are stopped.
         """
         preflight.check(config)
-        self._kept: list[StackService] = []
-        self._draft: StackService | None = None
-        self._http: StackService | None = None
+        self._kept: list[KeptService] = []
+        self._draft: KeptService | None = None
+        self._http: KeptService | None = None
         self._grace_s = config.grace_s
         self._owner = UpConfig if not isinstance(config, UpConfig) else type(config)
         self._environ = environ
@@ -112,59 +109,45 @@ class Stack:
         self._verifies = []
         for number in range(config.replicas):
             name = f"verify service {number + 1}" if config.replicas > 1 else "the verify service"
-            flags = _verify_flags(config, number)
-            self._verifies.append(
-                self._add(name, "verify_service", flags, model_flag="--target", files=files)
-            )
+            flags = _flags(target=config.target, address=_LOCAL, **config.verify_settings(number))
+            self._verifies.append(self._add(name, "verify_service", flags, files))
         if config.draft_model != NO_DRAFT and not config.draft_in_target:
-            flags = _draft_flags(config)
-            self._draft = self._add(
-                "the draft service", "draft_service", flags, model_flag="--draft", files=files
-            )
+            flags = _flags(draft=config.draft_model, address=_LOCAL, **config.draft_settings)
+            self._draft = self._add("the draft service", "draft_service", flags, files)
         wait_ready(self.services, config.start_timeout_s)
         restart_s = _RESTART_MARGIN * (time.monotonic() - began_s)
         draft_address = self.draft.address if self.draft else ""
         if self.draft and config.draft_rtt_ms:
-            flags = _proxy_flags(config, draft_address)
-            link = self._add("the link to the draft", "specwire.cli", flags, address_flag="listen")
+            flags = ["proxy", *_flags(to=draft_address, rtt_ms=config.draft_rtt_ms)]
+            link = self._add("the link to the draft", "specwire.cli", flags)
             draft_address = link.service.ready(config.start_timeout_s)
         verify_addresses = ",".join(verify.address for verify in self.verifies)
         flags = [
-            *_coordinator_flags(config, verify_addresses, draft_address),
+            *_flags(verify_address=verify_addresses, draft_address=draft_address),
+            *_flags(**config.coordinator_settings),
             *_failover_flags(restart_s, {**os.environ, **(self._environ or {})}),
         ]
-        self._coordinator = self._add("the coordinator", "coordinator", flags, files=self._peer_token)
+        self._coordinator = self._add("the coordinator", "coordinator", flags, self._peer_token)
         self.coordinator.ready(config.start_timeout_s)
         if config.http_address:
-            self._http = self._add("the HTTP front", "specwire.cli", _front_flags(config, self.address))
+            flags = ["http", *_flags(server=self.address, **config.front_settings)]
+            self._http = self._add("the HTTP front", "specwire.cli", flags)
             self._http.service.ready(config.start_timeout_s)
         log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
 
     def _add(
-        self,
-        name: str,
-        module: str,
-        flags: Sequence[str],
-        *,
-        model_flag: str = "--model",
-        files: Mapping[str, _UnnamedFile] = MappingProxyType({}),
-        address_flag: str = "address",
-    ) -> StackService:
+        self, name: str, module: str, flags: Sequence[str], files: Mapping[str, _UnnamedFile] = _NO_FILES
+    ) -> KeptService:
         """Start a service; `files` are flags whose values are unnamed files."""
         given = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
-        start = partial(
-            Service,
-            environ=self._environ,
-            model_flag=model_flag,
-            pass_fds=[file.fd for file in files.values()],
-            owner=self._owner,
-        )
+        pass_fds = [file.fd for file in files.values()]
 
-        def started(address: str) -> Service:
-            return start(module, [*given, *(_flags(**{address_flag: address}) if address else [])])
+        def start(address: str) -> Service:
+            words = [*given, *(_flags(address=address) if address else [])]
+            return Service(module, words, self._environ, pass_fds=pass_fds, owner=self._owner)
 
         with _uninterrupted():
-            self._kept.append(StackService(name, started))
+            self._kept.append(KeptService(name, start, _MAX_FAILURES))
         return self._kept[-1]
 
     def keep(self) -> NoReturn:
@@ -214,27 +197,6 @@ class Stack:
         self.stop(interrupted=interrupted)
 
 
-class StackService(KeptService):
-    """A service of a stack."""
-
-    def __init__(self, name: str, start: Callable[[str], Service]) -> None:
-        """Start it; it does not serve yet.
-
-        Args:
-            start: starts a process, as `KeptService._start`.
-        """
-        self._name, self._start_at = name, start
-        super().__init__(_MAX_FAILURES)
-
-    def _start(self, address: str) -> Service:
-        return self._start_at(address)
-
-    @property
-    def name(self) -> str:
-        """See `KeptService`."""
-        return self._name
-
-
 def _ask_to_end(services: Sequence[Service], timeout_s: float) -> None:
     """Asked once more, they cancel what runs there."""
     for service in services:
@@ -266,7 +228,7 @@ def generate_line(config: StackConfig, address: str) -> str:
 
 def _model_name(config: StackConfig) -> str:
     """What the front calls its model."""
-    given = config.front_options.get("model_name") or os.environ.get(env_name("model_name"))
+    given = config.front_settings.get("model_name") or os.environ.get(env_name("model_name"))
     return str(given or (Path(config.target).name if Path(config.target).exists() else config.target))
 
 
@@ -323,119 +285,7 @@ def _flags(**values: object) -> list[str]:
     return [text for name, value in values.items() for text in flag_words(name, value)]
 
 
-def _verify_flags(config: StackConfig, index: int) -> list[str]:
-    return _flags(
-        model=config.target,
-        dtype=config.dtype,
-        device=device_of(config, index),
-        num_threads=config.num_threads or _default_threads(config),
-        tensor_parallel_size=config.tensor_parallel_size,
-        ray_address=config.ray_address,
-        least_pass_ms=config.least_pass_ms,
-        **_own_flag(config),
-        **config.verify_options,
-        metrics_address=metrics_address(config, "verify"),
-        **_shared(config),
-    )
-
-
-def _own_flag(config: StackConfig) -> dict[str, object]:
-    source, argument = config.own
-    dtype = {"draft_dtype": config.draft_dtype} if config.draft_in_target else {}
-    return {source: argument or True, **dtype} if source else {}
-
-
-def device_of(config: StackConfig | VerifyConfig, index: int) -> str:
-    """The device of a replica: on `cuda` one card each; Ray places those that span several."""
-    spread = config.device == "cuda" and config.replicas > 1 and config.tensor_parallel_size == 1
-    return f"cuda:{index}" if spread else config.device
-
-
-def _default_threads(config: StackConfig) -> int:
-    """One for the embedded target, whose matrices are small: a second thread made a pass 9 to 17 % slower."""
-    return 1 if config.target == EMBEDDED else 0
-
-
-def _draft_flags(config: StackConfig) -> list[str]:
-    return _flags(
-        model=config.draft_model,
-        dtype=config.draft_dtype,
-        device=config.draft_device,
-        num_threads=config.draft_num_threads,
-        target_tokenizer=config.target_tokenizer,
-        inner=config.inner,
-        learn=config.draft_learn,
-        learn_share=config.draft_learn_share,
-        metrics_address=metrics_address(config, "draft"),
-        **_shared(config),
-    )
-
-
-def _proxy_flags(config: StackConfig, draft_address: str) -> list[str]:
-    return ["proxy", *_flags(to=draft_address, rtt_ms=config.draft_rtt_ms)]
-
-
-def _coordinator_flags(config: StackConfig, verify_address: str, draft_address: str) -> list[str]:
-    return _flags(
-        address=config.address,
-        num_draft_tokens=config.num_draft_tokens,
-        num_outcomes=config.num_outcomes,
-        max_depth=config.max_depth,
-        speculative_config=config.coordinator_speculation,
-        suffix_shared=config.suffix_shared,
-        verify_ahead=config.verify_ahead,
-        chat_template=config.chat_template,
-        rule=config.rule,
-        grace_s=config.grace_s,
-        log_level=config.log_level,
-        trace_detail=config.trace_detail,
-        log_format=config.log_format,
-        metrics_address=metrics_address(config, "coordinator"),
-        metrics_names=config.metrics_names,
-        verify_address=verify_address,
-        draft_address=draft_address,
-        **_listen_settings(config),
-        **config.coordinator_options,
-    )
-
-
 def _failover_flags(restart_s: float, environ: Mapping[str, str]) -> list[str]:
     """Generations wait for a verify service that is restarted; a user's own variable wins."""
     name, usual_s = "failover_timeout_s", CoordinatorConfig.failover_timeout_s
     return [] if env_name(name) in environ else _flags(**{name: max(usual_s, pause_s(1) + restart_s)})
-
-
-def _front_flags(config: StackConfig, server: str) -> list[str]:
-    flags = _flags(
-        address=config.http_address,
-        server=server,
-        metrics_from=metrics_address(config, "coordinator"),
-        grace_s=config.grace_s,
-        log_level=config.log_level,
-        log_format=config.log_format,
-        **config.front_options,
-    )
-    return ["http", *flags]
-
-
-def _listen_settings(config: StackConfig) -> dict[str, object]:
-    names = [field.name for field in fields(ListenConfig)] if isinstance(config, ListenConfig) else []
-    return {name: getattr(config, name) for name in names if name != "address"}
-
-
-def metrics_address(config: StackConfig, role: str) -> str:
-    """Metrics address of a service of the stack, on consecutive ports; port 0 stays 0."""
-    return next_address("metrics_address", config.metrics_address, METRICS_ROLES.index(role))
-
-
-def _shared(config: StackConfig) -> dict[str, object]:
-    return {
-        "address": "127.0.0.1:0",
-        "num_kv_tokens": config.num_kv_tokens,
-        "prefix_sharing": config.prefix_sharing,
-        "grace_s": config.grace_s,
-        "log_level": config.log_level,
-        "trace_detail": config.trace_detail,
-        "log_format": config.log_format,
-        "metrics_names": config.metrics_names,
-    }

@@ -6,28 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from specwire.config.fields import (
-    ALLOW_PLAINTEXT_HELP,
-    GRACE_HELP,
-    MAX_PROMPT_HELP,
-    MAX_WORKERS,
     SERVER_TLS,
-    TLS_CERT_HELP,
-    TLS_KEY_HELP,
-    WORKERS_HELP,
+    CertificateConfig,
+    PlaintextConfig,
+    ServerConfig,
     at_least,
     between,
     check,
     check_address,
     check_addresses,
-    check_amount,
     check_duration,
     check_origins,
     check_pair,
     check_plaintext,
     comma_separated,
     file_option,
-    log_format_option,
-    log_level_option,
     one_of,
 )
 from specwire.config.flags import CheckedConfig, option, secret
@@ -38,7 +31,7 @@ TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectionConfig(CheckedConfig):
+class ConnectionConfig(PlaintextConfig):
     """How a client connects to the coordinator."""
 
     server: str = option(
@@ -53,7 +46,6 @@ class ConnectionConfig(CheckedConfig):
     client_cert: str = file_option("PEM certificate of the client, for mutual TLS")
     client_key: str = file_option("PEM private key of --client-cert")
     server_name: str = option("", "name in the server's certificate; empty for its host")
-    allow_plaintext: bool = option(False, ALLOW_PLAINTEXT_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,24 +84,11 @@ class ClientConfig(ConnectionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpConfig(ConnectionConfig):
-    """`specwire http`: the OpenAI-compatible front of a coordinator."""
+class ApiConfig(CheckedConfig):
+    """How OpenAI's API is served."""
 
-    address: str = option("127.0.0.1:8080", "HOST:PORT to listen on; port 0 picks a free one")
-    tls_cert: str = file_option(TLS_CERT_HELP)
-    tls_key: str = file_option(TLS_KEY_HELP)
-    workers: int = option(1, WORKERS_HELP, check=between(1, MAX_WORKERS))
     model_name: str = option(
         "", "name that clients ask for; empty is the target's own", alias="served_model_name"
-    )
-    tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
-    timeout_s: float = option(600.0, "deadline of a whole generation, in seconds", check=check_duration)
-    max_body_bytes: int = option(
-        8 << 20, "largest request body, in bytes; prompts count once for each choice", check=at_least(1)
-    )
-    max_prompt_bytes: int = option(1 << 20, MAX_PROMPT_HELP, check=at_least(1))
-    idle_timeout_s: float = option(
-        60.0, "longest time that a client may read nothing of a response, in seconds", check=check_duration
     )
     allowed_hosts: str = option(
         "",
@@ -128,15 +107,35 @@ class HttpConfig(ConnectionConfig):
         f"form of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}; empty detects it by its template",
         check=one_of("", *TOOL_CALL_PARSERS),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig(ConnectionConfig, ApiConfig, CertificateConfig, ServerConfig):
+    """`specwire http`: the OpenAI-compatible front of a coordinator."""
+
+    address: str = option("127.0.0.1:8080", "HOST:PORT to listen on; port 0 picks a free one")
+    workers: int = option(
+        1,
+        "processes that listen at the address and share nothing: limits hold for each",
+        check=between(1, 64),
+    )
+    tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
+    timeout_s: float = option(600.0, "deadline of a whole generation, in seconds", check=check_duration)
+    max_body_bytes: int = option(
+        8 << 20, "largest request body, in bytes; prompts count once for each choice", check=at_least(1)
+    )
+    max_prompt_bytes: int = option(
+        1 << 20, "most bytes of a prompt as text, or of its messages together", check=at_least(1)
+    )
+    idle_timeout_s: float = option(
+        60.0, "longest time that a client may read nothing of a response, in seconds", check=check_duration
+    )
     metrics_from: str = option(
         "",
         "HOST:PORT of the coordinator's --metrics-address, to serve its metrics at /metrics",
         metavar="HOST:PORT",
         check=check_address,
     )
-    grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
-    log_level: str = log_level_option()
-    log_format: str = log_format_option()
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
@@ -145,7 +144,6 @@ class HttpConfig(ConnectionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
         # Bearer tokens travel over both connections.
         allowed = bool(self.tls_cert) or self.allow_plaintext
         check_plaintext("address", self.address, allowed=allowed, remedy=SERVER_TLS)

@@ -1,4 +1,4 @@
-"""Checks of config fields, and help texts that several configs share.
+"""Checks of config fields, and what several configs share.
 
 Every function here raises ConfigError, naming the flag and its value.
 """
@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 from typing import Any
 
-from specwire.config.flags import Check, did_you_mean, flag_name, option
+from specwire.config.flags import Check, CheckedConfig, did_you_mean, flag_name, option
 from specwire.config.security.tls import is_loopback
 from specwire.errors import ConfigError
 from specwire.text.tokenizer import read_chat_template
 
 AUTO = "auto"
 DNS = "dns:///"
-TLS_CERT_HELP = "PEM certificate of the server, with its chain; empty serves plaintext"
-TLS_KEY_HELP = "PEM private key of the certificate, not encrypted"
-ALLOW_PLAINTEXT_HELP = "allow plaintext beyond this machine, on a network that is secured otherwise"
-GRACE_HELP = "seconds that running requests get to finish at shutdown"
-MAX_WORKERS = 64
-WORKERS_HELP = "processes that listen at the address and share nothing: limits hold for each"
-MAX_PROMPT_HELP = "most bytes of a prompt as text, or of its messages together"
 
 
 def check(ok: bool, name: str, value: object, problem: str) -> None:
@@ -180,13 +174,8 @@ def file_option(doc: str) -> Any:
     return option("", doc, metavar="FILE", check=check_file)
 
 
-def chat_template_option() -> Any:
-    """The field `chat_template`."""
-    doc = "file with a chat template (Jinja), instead of the model's own; empty for that"
-    return option("", doc, metavar="FILE", check=_check_chat_template)
-
-
-def _check_chat_template(name: str, path: str) -> None:
+def check_chat_template(name: str, path: str) -> None:
+    """A file with a chat template, or none."""
     check_file(name, path)
     if not path:
         return
@@ -196,15 +185,39 @@ def _check_chat_template(name: str, path: str) -> None:
         raise ConfigError(f"{flag_name(name)} {error}") from None
 
 
-def log_format_option() -> Any:
-    """The field `log_format`."""
-    return option(
-        "text", "form of the log records: text, or json, one object a line", check=one_of("text", "json")
+@dataclass(frozen=True, kw_only=True)
+class PlaintextConfig(CheckedConfig):
+    """Whether a connection may do without TLS where others could read it."""
+
+    allow_plaintext: bool = option(
+        False, "allow plaintext beyond this machine, on a network that is secured otherwise"
     )
 
 
-def log_level_option(default: str = "notice") -> Any:
-    """The field `log_level`."""
-    doc = "least severe log records written to standard error; notice says what starts"
-    levels = ("debug", "info", "notice", "warning", "error")
-    return option(default, doc, check=one_of(*levels))
+@dataclass(frozen=True, kw_only=True)
+class CertificateConfig(PlaintextConfig):
+    """The certificate of a server."""
+
+    tls_cert: str = file_option("PEM certificate of the server, with its chain; empty serves plaintext")
+    tls_key: str = file_option("PEM private key of the certificate, not encrypted")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(CheckedConfig):
+    """What everything has that serves."""
+
+    grace_s: float = option(
+        10.0, "seconds that running requests get to finish at shutdown", check=check_amount
+    )
+    log_level: str = option(
+        "notice",
+        "least severe log records written to standard error; notice says what starts",
+        check=one_of("debug", "info", "notice", "warning", "error"),
+    )
+    log_format: str = option(
+        "text", "form of the log records: text, or json, one object a line", check=one_of("text", "json")
+    )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specwire.config.groups import TITLES, title_of
+from specwire.config.groups import place_of, title_of
 from specwire.config.yaml_file import of_type, read_yaml
 from specwire.errors import ConfigError, ModelLoadError, SpecwireError
 
@@ -49,10 +49,11 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def same(config: type[Any], name: str) -> Any:
-    """The field of another config: its default, documentation and check."""
+def same(config: type[Any], name: str, default: Any = None, **changed: str) -> Any:
+    """The field of another config, with another default, `doc` or `alias` if these are given."""
     [field] = [field for field in dataclasses.fields(config) if field.name == name]
-    return dataclasses.field(default=field.default, repr=field.repr, metadata=field.metadata)
+    default = field.default if default is None else default
+    return dataclasses.field(default=default, metadata={**field.metadata, **changed})
 
 
 def secret(doc: str, *, has_flag: bool = False) -> Any:
@@ -79,6 +80,12 @@ def flag_words(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, bool):
         return (flag_name(name if value else f"no_{name}"),)
     return flag_name(name), str(value)
+
+
+def config_words(config: Any) -> list[str]:
+    """The command line arguments that set all fields of a config."""
+    names = [field.name for field in settings_of(type(config))]
+    return [word for name in names for word in flag_words(name, getattr(config, name))]
 
 
 def env_name(name: str) -> str:
@@ -109,7 +116,7 @@ def names_of(field: dataclasses.Field[Any]) -> list[str]:
 def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
     """Add one flag for each field, in groups; a flag that is not given is absent from the namespace."""
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in sorted(settings_of(config), key=lambda field: TITLES.index(title_of(field.name))):
+    for field in sorted(settings_of(config), key=lambda field: place_of(field.name)):
         title = title_of(field.name)
         if field.metadata.get("flag", "secret" not in field.metadata):
             if isinstance(parser, argparse.ArgumentParser) and title not in groups:

@@ -1,4 +1,4 @@
-"""Under which title the help of a command lists a flag."""
+"""Under which title, and in which order, the help of a command lists flags."""
 
 from __future__ import annotations
 
@@ -44,10 +44,15 @@ _GROUPS = {
     "logs and metrics": ("log_level", "log_format", "metrics_address", "metrics_names", "trace_detail"),
 }
 _TITLES = {name: title for title, names in _GROUPS.items() for name in names}
+_PLACES = {name: place for place, name in enumerate(_TITLES)}
 OTHER = "flags"
-TITLES = (*_GROUPS, OTHER)
 
 
 def title_of(name: str) -> str:
     """The title for a field of that name."""
     return _TITLES.get(name, OTHER)
+
+
+def place_of(name: str) -> int:
+    """The place of a field of that name among all flags; those without a title come last."""
+    return _PLACES.get(name, len(_PLACES))

@@ -42,6 +42,9 @@ class ProxyConfig(Link):
     """`specwire proxy`: a link with two ends."""
 
     listen: str = option(
-        "127.0.0.1:0", "HOST:PORT to listen on; port 0 picks a free one", check=split_address
+        "127.0.0.1:0",
+        "HOST:PORT to listen on; port 0 picks a free one",
+        check=split_address,
+        alias="address",
     )
     to: str = option("127.0.0.1:7071", "HOST:PORT of the service behind the proxy", check=split_address)

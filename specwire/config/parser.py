@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from specwire.config.flags import add_flags, did_you_mean
+from specwire.config.flags import add_config_file, add_flags, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,12 +58,23 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
 
-def add_command(commands: Any, name: str, about: str, config: type[Any]) -> argparse.ArgumentParser:
-    """Add a command with the flags of a config; the caller sets what runs it."""
+def add_command(
+    commands: Any,
+    name: str,
+    about: str,
+    config: type[Any],
+    run: Callable[[argparse.Namespace], int],
+    *,
+    has_file: bool = False,
+) -> argparse.ArgumentParser:
+    """Add a command with the flags of a config, and `--config` for a file of them; `run` runs it."""
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=about, description=about[0].upper() + about[1:] + "."
     )
+    if has_file:
+        add_config_file(command)
     add_flags(command, config)
+    command.set_defaults(run=run)
     return command
 
 

@@ -1,17 +1,16 @@
-"""One command line flag for each field of `SamplingParams`, shared by the commands that generate."""
+"""A command line flag for each field of `SamplingParams`, shared by the commands that generate."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from specwire.config.fields import AUTO
+from specwire.config.fields import AUTO, parse_count
 from specwire.config.flags import flag_name
-from specwire.config.models import RULES, parse_max_depth, parse_num_draft_tokens
-from specwire.core import SamplingParams
+from specwire.config.models import RULES
+from specwire.core import KINDS, MAX_NUM_DRAFT_TOKENS, PARAMETERS, SamplingParams
 from specwire.text.grammar import Grammar
 
 
@@ -25,16 +24,29 @@ def add_sampling_flags(
         defaults: where the command's differ from those of `SamplingParams`.
     """
     group = parser.add_argument_group("sampling")
-    for field in dataclasses.fields(SamplingParams):
-        if field.name == "grammar":
+    for name, field in PARAMETERS.items():
+        if name == "grammar":
             _add_grammar_flags(parser)
-        elif field.name not in omit:
-            kwargs = {"dest": _dest(field.name), **_FLAGS[field.name]}
-            default = defaults.get(field.name, field.default)
-            if not isinstance(default, bool) and isinstance(default, int | float | str):
-                kwargs = kwargs | {"help": f"{kwargs['help']} (default {default})"}
-            group.add_argument(flag_name(field.name), default=argparse.SUPPRESS, **kwargs)
+        elif name not in omit:
+            kwargs = _flag(name) | {"dest": _dest(name), "default": argparse.SUPPRESS}
+            default = defaults.get(name, field.default)
+            if not isinstance(default, bool) and isinstance(default, int | float):
+                kwargs["help"] += f" (default {default})"
+            group.add_argument(flag_name(name), **kwargs)
     parser.set_defaults(**defaults)
+
+
+def _flag(name: str) -> dict[str, Any]:
+    """How argparse reads a parameter: by its type, or by `_FORMS`; the help is its first sentence."""
+    doc = PARAMETERS[name].metadata["doc"].partition(". ")[0].rstrip(".").replace("`", "")
+    kinds: dict[type, dict[str, Any]] = {
+        int: {"type": int, "metavar": "N"},
+        float: {"type": float, "metavar": "X"},
+        bool: {"action": "store_true"},
+        str: {"metavar": "TEXT"},
+    }
+    form = _FORMS.get(name) or kinds[KINDS[name]]
+    return form | {"help": doc[0].lower() + doc[1:]}
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -43,12 +55,10 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     Raises:
         InvalidRequestError, ConfigError: naming the parameter and its value.
     """
-    names = {f.name: _dest(f.name) for f in dataclasses.fields(SamplingParams)}
-    values = {name: getattr(args, dest) for name, dest in names.items() if dest in args}
+    values = {name: getattr(args, _dest(name)) for name in PARAMETERS if _dest(name) in args}
     values["logit_bias"] = dict(values.get("logit_bias", ()))
-    for name, parse in (("num_draft_tokens", parse_num_draft_tokens), ("max_depth", parse_max_depth)):
-        if name in values:
-            values[name] = parse(values[name])
+    for name in {"num_draft_tokens", "max_depth"} & values.keys():
+        values[name] = parse_count(name, values[name], MAX_NUM_DRAFT_TOKENS)
     if values.get("rule") == AUTO:
         del values["rule"]
     given = {kind: getattr(args, f"grammar_{kind}") for kind in _GRAMMARS if f"grammar_{kind}" in args}
@@ -109,49 +119,14 @@ _GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
     "ebnf": ("--grammar", {"type": _content, "metavar": "FILE", "help": "text of this grammar, in GBNF"}),
 }
 
-_FLAGS: dict[str, dict[str, Any]] = {
-    "max_tokens": {"type": int, "metavar": "N", "help": "most tokens to emit"},
-    "temperature": {"type": float, "metavar": "X", "help": "divides the logits; 0 is greedy"},
-    "top_k": {"type": int, "metavar": "N", "help": "keep the N likeliest tokens; 0 keeps all"},
-    "top_p": {"type": float, "metavar": "X", "help": "keep the smallest set with this mass"},
-    "min_p": {"type": float, "metavar": "X", "help": "drop tokens less likely than X times the likeliest"},
-    "repetition_penalty": {"type": float, "metavar": "X", "help": "over 1 penalizes tokens seen before"},
-    "presence_penalty": {"type": float, "metavar": "X", "help": "subtracted once from tokens in the output"},
-    "frequency_penalty": {"type": float, "metavar": "X", "help": "subtracted once per occurrence"},
-    "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=X", "help": "add X to a token's logit"},
-    "stop": {"action": "append", "metavar": "TEXT", "help": "string that ends the output; may be repeated"},
-    "stop_token_ids": {"type": token_ids, "metavar": "1,2", "help": "token ids that end the output"},
-    "ignore_eos": {"action": "store_true", "help": "continue past the end-of-sequence token"},
-    "min_tokens": {"type": int, "metavar": "N", "help": "tokens that no stop condition ends"},
-    "skip_special_tokens": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "leave special tokens out of the text",
-    },
-    "seed": {"type": int, "metavar": "N", "help": "fixes all random choices"},
-    "rule": {"choices": RULES, "help": "how draft and target are reconciled; auto: the server chooses"},
-    "max_depth": {"metavar": "N|auto", "help": "longest path of a token tree; 0 for chains"},
-    "num_draft_tokens": {"metavar": "N|auto", "help": "draft tokens a round; 0 disables speculation"},
-    "draft": {
-        "metavar": "NAME",
-        "help": "what proposes: ngram, suffix, unigram, bigram, trigram; model; both as ngram,model; or off",
-    },
-    "logprobs": {
-        "type": int,
-        "metavar": "N",
-        "help": "report log probabilities, and those of the N likeliest",
-    },
-    "prompt_logprobs": {
-        "type": int,
-        "metavar": "N",
-        "help": "report log probabilities of the prompt's tokens, and those of the N likeliest",
-    },
-    "num_beams": {"type": int, "metavar": "N", "help": "beam search with N beams, at temperature 0"},
-    "length_penalty": {"type": float, "metavar": "X", "help": "of beam search: over 0 favours long texts"},
-    "early_stopping": {
-        "type": _early_stopping,
-        "metavar": "true|false|never",
-        "help": "of beam search: end it with N finished texts",
-    },
-    "num_return_sequences": {"type": int, "metavar": "N", "help": "of beam search: texts in the completion"},
-    "cache_salt": {"metavar": "TEXT", "help": "share cached prompts with requests of the same salt only"},
+_FORMS: dict[str, dict[str, Any]] = {
+    "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=X"},
+    "stop": {"action": "append", "metavar": "TEXT"},
+    "stop_token_ids": {"type": token_ids, "metavar": "1,2"},
+    "skip_special_tokens": {"action": argparse.BooleanOptionalAction},
+    "rule": {"choices": RULES},
+    "num_draft_tokens": {"metavar": "N|auto"},
+    "max_depth": {"metavar": "N|auto"},
+    "early_stopping": {"type": _early_stopping, "metavar": "true|false|never"},
 }
+"""Of parameters that are not one number, switch or text."""

@@ -6,18 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specwire.config import cuda, extras, ports
-from specwire.config.client import HttpConfig
+from specwire.config.client import ApiConfig
 from specwire.config.fields import AUTO, between, check, check_address, check_host
 from specwire.config.flags import option, same, secret
 from specwire.config.models import EMBEDDED, NO_DRAFT, check_model
-from specwire.config.services import CoordinatorConfig, VerifyConfig
+from specwire.config.parts import EngineConfig
+from specwire.config.services import CoordinatorConfig
 from specwire.config.speculative import NGRAM
 from specwire.config.stack import DRAFT_HELP, UP_METRICS_HELP, UpConfig
 
 _DEVICES = "cpu, cuda or cuda:N; auto is cuda where torch finds one"
-_FOR_VERIFY = ("max_model_len", "gpu_memory_utilization", "max_num_tokens", "page_size", "cuda_graphs")
-_FOR_COORDINATOR = ("max_running", "seed")
-_FOR_FRONT = ("model_name", "cors_origin", "allowed_hosts", "lenient", "tool_call_parser")
 _METRICS_HOST, _METRICS_PORTS = "127.0.0.1", range(9464, 9564, 10)
 _METRICS_EXTRA = "prometheus_client"
 
@@ -42,7 +40,7 @@ def _check_target(name: str, source: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(UpConfig):
+class ServeConfig(UpConfig, ApiConfig, EngineConfig):
     """`specwire serve`: the services and OpenAI's API, with vLLM's names where it has them.
 
     Attributes:
@@ -68,16 +66,6 @@ class ServeConfig(UpConfig):
     tls_key: str = field(init=False, default="")
     tls_client_ca: str = field(init=False, default="")
     api_key: str = secret("bearer token that clients must send; --tokens is for several", has_flag=True)
-    model_name: str = same(HttpConfig, "model_name")
-    cors_origin: str = same(HttpConfig, "cors_origin")
-    allowed_hosts: str = same(HttpConfig, "allowed_hosts")
-    lenient: bool = same(HttpConfig, "lenient")
-    tool_call_parser: str = same(HttpConfig, "tool_call_parser")
-    max_model_len: int = same(VerifyConfig, "max_model_len")
-    gpu_memory_utilization: float = same(VerifyConfig, "gpu_memory_utilization")
-    max_num_tokens: int = same(VerifyConfig, "max_num_tokens")
-    page_size: int = same(VerifyConfig, "page_size")
-    cuda_graphs: bool = same(VerifyConfig, "cuda_graphs")
     metrics_address: str = option(
         AUTO,
         f"{UP_METRICS_HELP}; the API has the coordinator's, too; auto takes free ports where the extra "
@@ -115,26 +103,3 @@ class ServeConfig(UpConfig):
     def requires_tokens(self) -> bool:
         """See `StackConfig`."""
         return bool(self.api_key) or super().requires_tokens
-
-    @property
-    def fills_memory(self) -> bool:
-        """See `StackConfig`."""
-        return self.gpu_memory_utilization > 0
-
-    @property
-    def verify_options(self) -> dict[str, object]:
-        """See `StackConfig`."""
-        return self._values(_FOR_VERIFY)
-
-    @property
-    def coordinator_options(self) -> dict[str, object]:
-        """See `StackConfig`."""
-        return self._values(_FOR_COORDINATOR)
-
-    @property
-    def front_options(self) -> dict[str, object]:
-        """See `StackConfig`."""
-        return self._values(_FOR_FRONT)
-
-    def _values(self, names: tuple[str, ...]) -> dict[str, object]:
-        return {name: getattr(self, name) for name in names}

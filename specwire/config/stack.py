@@ -3,58 +3,36 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from specwire.config.client import HttpConfig
 from specwire.config.fields import (
     AUTO,
     FRONT_TLS,
-    GRACE_HELP,
     at_least,
-    chat_template_option,
     check,
     check_address,
     check_amount,
     check_duration,
     check_plaintext,
-    count_or_auto,
-    log_format_option,
-    log_level_option,
+    next_address,
     one_of,
     split_address,
 )
-from specwire.config.flags import CheckedConfig, option
+from specwire.config.flags import option, same, settings_of
 from specwire.config.models import (
-    DTYPES,
     EMBEDDED,
     EMULATED,
-    LEARN_HELP,
-    LEARN_SHARE,
-    LEARN_SHARE_HELP,
-    LEAST_PASS_HELP,
-    MAX_DEPTH_HELP,
     NO_DRAFT,
-    NUM_DRAFT_TOKENS_HELP,
-    NUM_OUTCOMES_HELP,
-    PLACEMENT_HELP,
-    RULE_HELP,
-    RULES,
-    SUFFIX_SHARED_HELP,
-    THREADS_HELP,
-    TRACE_DETAIL_HELP,
-    VERIFY_AHEAD_HELP,
-    check_device,
     check_group,
     check_inner,
     check_model,
     check_own,
-    check_said_once,
-    check_share,
-    metrics_names_option,
-    prefix_sharing_option,
-    speculative_config_option,
 )
-from specwire.config.services import ListenConfig
+from specwire.config.parts import ListenConfig, ReportConfig, SpeculationConfig, TargetConfig
+from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import (
     ABOVE,
     DFLASH,
@@ -73,7 +51,7 @@ from specwire.config.speculative import (
     parse_method,
     split_hierarchy,
 )
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
+from specwire.core import Rule
 
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
@@ -81,71 +59,47 @@ DRAFT_HELP = (
     f"{HEADS}:DIR with heads of the target, {LAYERS}:SKIP with the target less some blocks, {MTP} with its "
     f"layers for multi-token prediction, {DFLASH}:DIR with a block drafter; none decodes plainly"
 )
-IN_TARGET, IN_SERVICE = PLACEMENTS = ("target", "service")
+IN_TARGET, IN_SERVICE = "target", "service"
+METRICS_ROLES = ("coordinator", "draft", "verify")
+"""Services in the order of their ports."""
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackConfig(CheckedConfig):
+class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     """The three services on this machine."""
 
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
     draft: str = option(EMBEDDED, DRAFT_HELP)
-    verify_ahead: bool = option(True, VERIFY_AHEAD_HELP)
-    speculative_config: str = speculative_config_option()
-    suffix_shared: bool = option(False, SUFFIX_SHARED_HELP)
-    dtype: str = option("auto", "number format of the target's weights", check=one_of(*DTYPES))
-    device: str = option("cpu", "device of the target: cpu, cuda or cuda:N", check=check_device)
-    tensor_parallel_size: int = option(1, "devices that share the target, placed by Ray; 1 needs no Ray")
-    ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
-    replicas: int = option(
-        1, "verify services, each with the whole target; on cuda each on a card of its own", check=at_least(1)
+    draft_device: str = same(DraftConfig, "device", doc="device of the draft: cpu, cuda or cuda:N")
+    draft_placement: str = option(
+        AUTO,
+        "where the draft model runs: target, in the target's process, or service, in one of its own; auto is "
+        "target where both have one device, and nothing is asked for that a service alone has",
+        check=one_of(AUTO, IN_TARGET, IN_SERVICE),
     )
-    draft_dtype: str = option("auto", "number format of the draft's weights", check=one_of(*DTYPES))
-    draft_device: str = option("cpu", "device of the draft: cpu, cuda or cuda:N", check=check_device)
-    draft_placement: str = option(AUTO, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
-    draft_learn: bool = option(False, LEARN_HELP)
-    draft_learn_share: float = option(LEARN_SHARE, LEARN_SHARE_HELP)
-    chat_template: str = chat_template_option()
+    draft_num_threads: int = same(
+        DraftConfig, "num_threads", 1, doc="CPU threads for the draft; 0: as many as are free"
+    )
+    draft_learn: bool = same(DraftConfig, "learn")
+    draft_learn_share: float = same(DraftConfig, "learn_share")
+    draft_rtt_ms: float = option(
+        0.0, "round trip to emulate between coordinator and draft, in milliseconds", check=check_amount
+    )
     address: str = option(
         "127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
     )
     http_address: str = option(
         "", "HOST:PORT for OpenAI's API and the page; empty serves neither", check=check_address
     )
-    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-    max_depth: str = option(AUTO, MAX_DEPTH_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-    num_outcomes: str = option(AUTO, NUM_OUTCOMES_HELP, check=count_or_auto(MAX_NUM_OUTCOMES))
-    rule: str = option(AUTO, RULE_HELP, check=one_of(*RULES))
-    draft_rtt_ms: float = option(
-        0.0, "round trip to emulate between coordinator and draft, in milliseconds", check=check_amount
-    )
-    num_kv_tokens: int = option(
-        65536, "size of each KV cache, in tokens over all sequences", check=at_least(1)
-    )
-    prefix_sharing: bool = prefix_sharing_option()
-    least_pass_ms: float = option(0.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
-    num_threads: int = option(0, f"CPU threads for the target; {THREADS_HELP}", check=at_least(0))
-    draft_num_threads: int = option(1, f"CPU threads for the draft; {THREADS_HELP}", check=at_least(0))
     start_timeout_s: float = option(
         300.0, "longest wait for the services to be ready, in seconds", check=check_duration
     )
-    grace_s: float = option(10.0, GRACE_HELP, check=check_amount)
-    log_level: str = log_level_option()
-    log_format: str = log_format_option()
-    metrics_address: str = option("", UP_METRICS_HELP, check=check_address)
-    trace_detail: bool = option(False, TRACE_DETAIL_HELP)
-    metrics_names: str = metrics_names_option()
+    metrics_address: str = same(ReportConfig, "metrics_address", doc=UP_METRICS_HELP)
 
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         super().__post_init__()
-        check_said_once(
-            self.speculative_config,
-            self.rule,
-            num_draft_tokens=self.num_draft_tokens,
-            max_depth=self.max_depth,
-        )
         implied = self.draft.partition(",")[0]
         agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
@@ -215,7 +169,6 @@ class StackConfig(CheckedConfig):
             check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
 
     def _check_learn(self) -> None:
-        check_share("draft_learn_share", self.draft_learn_share)
         if not self.draft_learn:
             return
         check(self.draft_model != NO_DRAFT, "draft_learn", True, f"--draft {self.draft} is no model")
@@ -255,25 +208,61 @@ class StackConfig(CheckedConfig):
         """Whether clients must send a bearer token."""
         return False
 
-    @property
-    def fills_memory(self) -> bool:
-        """Whether the target's KV cache takes what its device has left, instead of `num_kv_tokens`."""
-        return False
+    def verify_settings(self, index: int = 0) -> dict[str, Any]:
+        """What a replica of the verify service is told besides its model, as fields of `VerifyConfig`."""
+        source, argument = self.own
+        # A second thread made a pass of the embedded target, whose matrices are small, 9 to 17 % slower.
+        num_threads = self.num_threads or (1 if self.target == EMBEDDED else 0)
+        return self._shared(VerifyConfig, ListenConfig) | {
+            "device": self.device_of(index),
+            "num_threads": num_threads,
+            "replicas": 1,
+            "metrics_address": self.metrics_address_of("verify"),
+            **({source: argument or True} if source else {}),
+        }
 
     @property
-    def verify_options(self) -> dict[str, object]:
-        """Further flags of the verify service."""
-        return {}
+    def draft_settings(self) -> dict[str, Any]:
+        """What the draft service is told besides its model, as fields of `DraftConfig`."""
+        return (
+            self._shared(ReportConfig)
+            | self._shared(DraftConfig, prefix="draft_")
+            | {
+                "target_tokenizer": self.target_tokenizer,
+                "inner": self.inner,
+                "num_kv_tokens": self.num_kv_tokens,
+                "prefix_sharing": self.prefix_sharing,
+                "metrics_address": self.metrics_address_of("draft"),
+            }
+        )
 
     @property
-    def coordinator_options(self) -> dict[str, object]:
-        """Further flags of the coordinator."""
-        return {}
+    def coordinator_settings(self) -> dict[str, Any]:
+        """What the coordinator is told besides the addresses of the others, as fields of its config."""
+        return self._shared(CoordinatorConfig) | {"speculative_config": self.coordinator_speculation}
 
     @property
-    def front_options(self) -> dict[str, object]:
-        """Further flags of the HTTP front."""
-        return {}
+    def front_settings(self) -> dict[str, Any]:
+        """What the HTTP front is told besides the coordinator's address, as fields of `HttpConfig`."""
+        return self._shared(HttpConfig) | {"address": self.http_address, "metrics_from": self.metrics_address}
+
+    def _shared(
+        self, kind: type[Any], without: type[Any] | None = None, *, prefix: str = ""
+    ) -> dict[str, Any]:
+        """The values of those fields of a service's config that this one has under the same names.
+
+        Args:
+            without: a config whose fields are not among them.
+            prefix: of the names here.
+        """
+        ours = {field.name for field in fields(self)}
+        others = {field.name for field in fields(without)} if without else set()
+        names = [field.name for field in settings_of(kind) if field.name not in others]
+        return {name: getattr(self, prefix + name) for name in names if prefix + name in ours}
+
+    def metrics_address_of(self, role: str) -> str:
+        """Metrics address of one of the services, on consecutive ports; port 0 stays 0."""
+        return next_address("metrics_address", self.metrics_address, METRICS_ROLES.index(role))
 
     @property
     def own(self) -> Own:
@@ -336,7 +325,7 @@ class UpConfig(StackConfig, ListenConfig):
     """`specwire up`: TLS and tokens are the coordinator's. The model services listen on loopback, and with
     `tokens` require one that is made at start."""
 
-    address: str = option("127.0.0.1:7070", "HOST:PORT the coordinator listens on; port 0 picks a free one")
+    address: str = same(StackConfig, "address")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -357,30 +346,28 @@ class LiveConfig(StackConfig):
     """`specwire timeline --live`: a free port, and a draft service, whose work is to be seen beside the
     target's; the run is too short to choose a draft length."""
 
-    address: str = option(
-        "127.0.0.1:0", "HOST:PORT the coordinator listens on; port 0 picks a free one", check=split_address
-    )
-    draft_placement: str = option(IN_SERVICE, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
-    num_draft_tokens: str = option("4", NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-    log_level: str = log_level_option("warning")
+    address: str = same(StackConfig, "address", "127.0.0.1:0")
+    draft_placement: str = same(StackConfig, "draft_placement", IN_SERVICE)
+    num_draft_tokens: str = same(StackConfig, "num_draft_tokens", "4")
+    log_level: str = same(StackConfig, "log_level", "warning")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(LiveConfig):
     """`specwire demo`: a target as slow as a large one, and the rule whose text is fixed by the seed."""
 
-    draft_placement: str = option(AUTO, PLACEMENT_HELP, check=one_of(AUTO, *PLACEMENTS))
-    num_draft_tokens: str = option(AUTO, NUM_DRAFT_TOKENS_HELP, check=count_or_auto(MAX_NUM_DRAFT_TOKENS))
-    least_pass_ms: float = option(30.0, f"of the target: {LEAST_PASS_HELP}", check=check_amount)
-    rule: str = option(Rule.GUMBEL.value, RULE_HELP, check=one_of(*RULES))
+    draft_placement: str = same(StackConfig, "draft_placement")
+    num_draft_tokens: str = same(StackConfig, "num_draft_tokens")
+    least_pass_ms: float = same(StackConfig, "least_pass_ms", 30.0)
+    rule: str = same(StackConfig, "rule", Rule.GUMBEL.value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(StackConfig):
     """`specwire tune`: what is measured, and for how many streams."""
 
-    address: str = option("127.0.0.1:0", "HOST:PORT the coordinator listens on", check=split_address)
-    log_level: str = log_level_option("warning")
+    address: str = same(StackConfig, "address", "127.0.0.1:0")
+    log_level: str = same(StackConfig, "log_level", "warning")
     text: str = option("", "UTF-8 file of prompts, in windows; empty takes built-in beginnings of programs")
     streams: str = option("1,4,16,64,256", "numbers of streams to say the choice for, by commas")
     measured_streams: int = option(16, "most streams that are measured; 0 measures none", check=at_least(0))

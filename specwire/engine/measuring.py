@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from specwire.core import SamplingParams
+from specwire.engine import chosen
 from specwire.engine.batch import Feed
 from specwire.engine.device import Runner
-from specwire.engine.model.chains import Choice
 from specwire.proposals.estimate.costs import CostModel
-from specwire.rule.choices import CHOICES, Kind
-from specwire.rule.columns import GREEDY
+from specwire.rule.choices import Kind
+from specwire.rule.columns import GREEDY, Encoded
 from specwire.rule.transfer import to_host
 
 _SIZES = ((1, 1), (1, 5), (1, 17), (8, 1), (8, 5), (32, 1))
@@ -58,15 +59,16 @@ def _chains_measured(runner: Any) -> Iterator[tuple[tuple[int], float]]:
             break
         device, shape = runner.device, (num_sequences, runner.vocab_size)
         caches = [runner.new_sequence() for _ in range(num_sequences)]
-        warps = torch.ones((_NUM_STEPS, num_sequences, 4), device=device)
-        choice = Choice(CHOICES[Kind(GREEDY, is_cut=False)], [warps])
+        logits = torch.zeros(shape, device=device)
+        greedy, ones = [Encoded.of(SamplingParams(temperature=0), 0)] * num_sequences, [1] * num_sequences
+        choice = chosen.choice(Kind(GREEDY, is_cut=False), greedy, ones, ones, _NUM_STEPS, logits)
         times_ns = []
         try:
             for _ in range(_NUM_TIMES):
                 for cache in caches:
                     cache.truncate(0)
                 began_ns = time.perf_counter_ns()
-                found = runner.decode(caches, torch.zeros(shape, device=device), choice)
+                found = runner.decode(caches, logits, choice)
                 if found is None:
                     return
                 to_host(*found)

@@ -31,7 +31,7 @@ from specwire.http.entry import Entry, caller_of, check_model
 from specwire.http.errors import ApiError
 from specwire.http.exchange import Answered, Exchange, refusal
 from specwire.http.headers import Guarded, Labelled
-from specwire.http.metrics import MetricsEndpoint
+from specwire.http.metrics import MetricsProxy
 from specwire.http.model import Models, ServedModel, Spell
 from specwire.http.openapi import Operation
 from specwire.http.responses import ResponsesAnswer
@@ -55,7 +55,7 @@ class Front:
         self._models = Models(client, config)
         self._entry = Entry(self._models, config)
         self._tokens = TokenEndpoints(self._entry, self._models)
-        self._metrics = MetricsEndpoint(self._entry, config)
+        self._metrics = MetricsProxy(self._entry, config)
         self._statuses = AnswerCache(self._ask_status)
 
     def app(self) -> ASGIApp:

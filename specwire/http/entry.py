@@ -15,7 +15,7 @@ from specwire.http.model import Models, ServedModel
 from specwire.http.reading import BodyReader
 
 _MAX_TOKEN_LEN = 4096
-Kind = TypeVar("Kind", bound=part.Request)
+Kind = TypeVar("Kind", bound=part.RequestBody)
 
 
 class Entry:

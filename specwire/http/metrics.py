@@ -20,7 +20,7 @@ _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
 
 
-class MetricsEndpoint:
+class MetricsProxy:
     """Asks the coordinator's endpoint; a caller needs the same token as for a generation."""
 
     def __init__(self, entry: Entry, config: HttpConfig) -> None:

@@ -33,7 +33,7 @@ class Operation(NamedTuple):
     method: str
     path: str
     handler: Callable[[Request], Awaitable[Response]]
-    body: type[part.Request] | None = None
+    body: type[part.RequestBody] | None = None
     answer: Json | None = None
     content: str = "application/json"
     may_stream: bool = False

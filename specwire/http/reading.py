@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from specwire.config.client import HttpConfig
 from specwire.http.bodies import size, validation
-from specwire.http.bodies.part import Ignored, Request
+from specwire.http.bodies.part import Ignored, RequestBody
 from specwire.http.errors import ApiError
 from specwire.http.scan import Scan
 
@@ -23,7 +23,7 @@ _NUM_LARGE = 4
 _READ_S = 30.0
 _SLICE_BYTES = 64 << 10
 """Scanned at a time, for about a millisecond."""
-Kind = TypeVar("Kind", bound=Request)
+Kind = TypeVar("Kind", bound=RequestBody)
 
 
 class BodyReader:

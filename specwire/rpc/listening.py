@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 
 from specwire.config.fields import split_address
+from specwire.config.parts import ListenConfig
 from specwire.config.security.bearer import Principal, Tokens
 from specwire.config.security.reloading import ReloadingFile
 from specwire.config.security.tls import read_authorities, read_pair
-from specwire.config.services import ListenConfig
 from specwire.errors import ConfigError
 
 log = logging.getLogger(__name__)

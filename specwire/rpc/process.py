@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -10,14 +9,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from specwire import parent
-from specwire.config.flags import as_given
+from specwire.config import environment, extras
+from specwire.config.flags import Config, add_config_file, add_flags, as_given, read_config
+from specwire.config.parser import Parser
 from specwire.errors import SpecwireError
-from specwire.rpc import descriptors, interrupts, private
+from specwire.rpc import descriptors, interrupts, listening, private
 from specwire.telemetry import logs, stacks
 
 log = logging.getLogger(__name__)
@@ -130,21 +131,42 @@ def _end(number: int, _: object) -> None:
     os._exit(128 + number)
 
 
-def run_service(main: Callable[[], Coroutine[Any, Any, None]], args: argparse.Namespace | None = None) -> int:
-    """Run a service to its end; a SpecwireError becomes one line in its log and exit status 2.
+def run_service(
+    name: str,
+    about: str,
+    kind: type[Config],
+    serve: Callable[[Config], Coroutine[Any, Any, None]],
+    argv: Sequence[str] | None,
+) -> int:
+    """Read flags and variables and run a service to its end; returns its exit status. A SpecwireError becomes
+    one line in its log and status 2.
 
     Args:
-        args: the flags that its config is read from, by whose names errors are told.
+        name: of its command and in its logs.
+        about: what the help says of it.
+        kind: its config.
     """
+    parser = Parser(prog=f"specwire {name}", description=about)
+    add_config_file(parser)
+    add_flags(parser, kind)
+    args = parser.parse_args(argv)
     end_at_once_by_signals(signal.SIGTERM)
     parent.end_with_it()
     stacks.show_on_signal()
     try:
         with asyncio.Runner(loop_factory=private.Loop) as runner:
-            runner.run(main())
+            runner.run(_checked(name, read_config(kind, args, os.environ), serve))
     except SpecwireError as error:
         logs.report(as_given(error, args))
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+async def _checked(name: str, config: Any, serve: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    logs.set_up(config.log_level, config.log_format, name)
+    environment.check_environment(os.environ)
+    listening.check(config)
+    extras.require(f"specwire {name}", "coordinator" if name == "coordinator" else "serve")
+    await serve(config)

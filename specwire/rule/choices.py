@@ -36,23 +36,28 @@ class Kind(NamedTuple):
     is_cut: bool
 
 
-def _likeliest(logits: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-    return _matched(logits)
+def _likeliest(logits: Tensor, _: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
+    return _matched(logits, num_ranked)
 
 
-def _coupled(logits: Tensor, warps: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-    return _matched((logits / warps[:, :1]).log_softmax(dim=-1) + noise)
+def _coupled(logits: Tensor, warps: Tensor, noise: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
+    return _matched((logits / warps[:, :1]).log_softmax(dim=-1) + noise, num_ranked)
 
 
-def _coupled_cut(logits: Tensor, warps: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-    return _matched(sampling.warped_on_device(logits, warps) + noise)
+def _coupled_cut(logits: Tensor, warps: Tensor, noise: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
+    return _matched(sampling.warped_on_device(logits, warps) + noise, num_ranked)
 
 
-def _matched(scores: Tensor) -> tuple[Tensor, ...]:
-    """The tokens, -1 where no score is finite, and their shares."""
-    best, token_ids = scores.max(dim=-1)
-    shares = (SHARPNESS * best - (SHARPNESS * scores).logsumexp(dim=-1)).exp()
-    return token_ids.masked_fill(~shares.isfinite(), -1), shares
+def _matched(scores: Tensor, num_ranked: int) -> tuple[Tensor, ...]:
+    """The tokens, -1 where no score is finite, and their shares; or the likeliest ones, how many these are in
+    each row, and the shares of all."""
+    token_ids = scores.argmax(dim=-1).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
+    best, ids = scores.topk(min(num_ranked, scores.shape[1]), dim=-1) if num_ranked else scores.max(dim=-1)
+    of_all = (SHARPNESS * scores).logsumexp(dim=-1)
+    if not num_ranked:
+        return token_ids, (SHARPNESS * best - of_all).exp()
+    shares = (SHARPNESS * best - of_all[:, None]).exp()
+    return token_ids, ids, (best > float("-inf")).sum(dim=-1), shares
 
 
 def _drawn(logits: Tensor, warps: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:

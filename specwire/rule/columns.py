@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specwire.core import Rule, SamplingParams
+from specwire.core import WARPS, Rule, SamplingParams
 from specwire.support import IntArray
 
 Doubles = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ GREEDY = 1
 GUMBEL = 2
 """Tokens are matched under Gumbel coupling."""
 WARPED = 4
-"""Temperature, top-k, top-p or min-p change the distribution; never set with `GREEDY`."""
+"""One of `WARPS` changes the distribution; never set with `GREEDY`."""
 EDITED = 8
 """Biases, penalties, `min_tokens` or a grammar change the logits."""
 LOGPROBS = 16
@@ -36,7 +36,7 @@ MATCHED = GREEDY | GUMBEL
 
 _MIN_TEMPERATURE = 1e-30
 """Below it the distribution is the same, but logits divided by the temperature would overflow float32."""
-_NEUTRAL = (1.0, 0.0, 1.0, 0.0)
+_NEUTRAL = tuple(float(getattr(SamplingParams(), name)) for name in WARPS)
 
 Places = slice | IntArray
 """Indices of rows; a slice where they are all."""
@@ -48,20 +48,22 @@ class Encoded(NamedTuple):
     Attributes:
         traits: the flags above.
         seed: of the request.
-        warps: temperature, top-k, top-p, min-p; where they have no effect 1, 0, 1, 0.
+        warps: [len(WARPS)], their defaults where they have no effect.
     """
 
     traits: int
     seed: int
-    warps: tuple[float, float, float, float]
+    warps: tuple[float, ...]
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Self:
         """Encode parameters."""
         warps = _NEUTRAL
         if not params.greedy:
-            temperature = max(params.temperature, _MIN_TEMPERATURE)
-            warps = temperature, params.top_k, params.top_p, params.min_p
+            warps = (
+                max(params.temperature, _MIN_TEMPERATURE),
+                *(getattr(params, name) for name in WARPS[1:]),
+            )
         flags = {
             GREEDY: params.greedy,
             GUMBEL: params.rule is Rule.GUMBEL and not params.greedy,
@@ -185,7 +187,7 @@ class Rows:
 
     @cached_property
     def warps(self) -> Doubles | None:
-        """float64 [num_rows, 4] as in `Encoded`; None if no row is `WARPED`."""
+        """float64 [num_rows, len(WARPS)] as in `Encoded`; None if no row is `WARPED`."""
         if not any(traits & WARPED for traits in self._kinds):
             return None
         return np.array([encoded.warps for encoded in self.encoded])[self._request]

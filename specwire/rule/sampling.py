@@ -169,7 +169,7 @@ def apply_warps(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
 
 
 def _warped(scores: Tensor, warps: Doubles) -> Tensor:
-    """Scores after the warps [num_rows, 4] of `columns.Encoded`."""
+    """Scores after the warps [num_rows, len(WARPS)] of `columns.Encoded`."""
     temperatures, top_ks, top_ps, min_ps = warps.T
     if (temperatures != 1).any():
         scores = scores / _column(temperatures, scores)
@@ -183,7 +183,7 @@ def warped_on_device(scores: Tensor, warps: Tensor) -> Tensor:
 
     Args:
         scores: float32 [num_rows, vocab_size].
-        warps: float32 [num_rows, 4], see `columns.Encoded`.
+        warps: float32 [num_rows, len(WARPS)], see `columns.Encoded`.
 
     Returns:
         float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded.

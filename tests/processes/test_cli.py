@@ -23,13 +23,15 @@ import verify_service.__main__
 from specwire import Grammar, SamplingParams
 from specwire.cli import main as cli
 from specwire.cli import process, supervisor
-from specwire.config.flags import env_name, flag_name, flag_words
+from specwire.config.client import HttpConfig
+from specwire.config.flags import env_name, flag_name
 from specwire.config.sampling_flags import sampling_params
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from tests.support.command_line import check_completion, one_line_error, usage_error
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_target
+from tests.support.parameters import BEAM_SEARCH, VALUES
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "The quick brown"
@@ -208,69 +210,57 @@ class TestUsage:
             allow_plaintext=True,
         )
 
-        said = [
-            *supervisor._verify_flags(changed, 0),
-            *supervisor._draft_flags(changed),
-            *supervisor._proxy_flags(changed, "127.0.0.1:83"),
-            *supervisor._coordinator_flags(changed, "127.0.0.1:82", "127.0.0.1:83"),
-        ]
+        told = [changed.verify_settings(), changed.draft_settings, changed.coordinator_settings]
+        here = {"target", "draft", "draft_rtt_ms", "draft_placement", "draft_learn", "replicas"}
+        here |= {"http_address", "start_timeout_s"}
         for field in dataclasses.fields(UpConfig):
-            value = getattr(changed, field.name)
-            if field.name not in ("start_timeout_s", "replicas", "draft_learn"):
-                word = flag_words(field.name, value)[-1]
-                assert word in said, field.name
-        assert "--learn" in supervisor._draft_flags(UpConfig(draft_learn=True))
+            if field.name not in here:
+                value, names = getattr(changed, field.name), (field.name, field.name.removeprefix("draft_"))
+                assert value in [each.get(name) for each in told for name in names], field.name
+        assert not {"tokens", "tls_cert"} & (told[0].keys() | told[1].keys()), "the coordinator's"
+        assert UpConfig(draft_learn=True).draft_settings["learn"]
+        front = UpConfig(http_address="0.0.0.0:80", allow_plaintext=True).front_settings
+        assert HttpConfig(server="127.0.0.1:81", **front).address == "0.0.0.0:80"
 
 
-FLAG_VALUES: dict[str, tuple[list[str], Any]] = {
-    "max_tokens": (["12"], 12),
-    "temperature": (["0.5"], 0.5),
-    "top_k": (["9"], 9),
-    "top_p": (["0.9"], 0.9),
-    "min_p": (["0.1"], 0.1),
-    "repetition_penalty": (["1.2"], 1.2),
-    "presence_penalty": (["-0.5"], -0.5),
-    "frequency_penalty": (["0.25"], 0.25),
-    "logit_bias": (["7=-2.5"], {7: -2.5}),
-    "stop": (["a\nb"], ("a\nb",)),
-    "stop_token_ids": (["4,5"], (4, 5)),
-    "ignore_eos": ([], True),
-    "min_tokens": (["3"], 3),
-    "skip_special_tokens": ([], True),
-    "seed": (["0"], 0),
-    "rule": (["gumbel"], "gumbel"),
-    "num_draft_tokens": (["0"], 0),
-    "max_depth": (["0"], 0),
-    "draft": (["suffix"], "suffix"),
-    "logprobs": (["0"], 0),
-    "prompt_logprobs": (["2"], 2),
-    "num_beams": (["4"], 4),
-    "length_penalty": (["2"], 2.0),
-    "early_stopping": (["never"], "never"),
-    "num_return_sequences": (["3"], 3),
-    "cache_salt": (["s"], "s"),
+WRITTEN = {
+    "logit_bias": ["3=-1.5", "300=100"],
+    "stop": list(VALUES["stop"]),
+    "stop_token_ids": ["4,5"],
 }
+"""Values of flags that are not one number or text; the first two flags are repeated."""
+
+
+def sampling_flag(name: str) -> list[str]:
+    """The words that give a parameter its value of `VALUES`."""
+    value = VALUES[name]
+    if isinstance(value, bool):
+        return [flag_name(name if value else f"no_{name}")]
+    texts_ = WRITTEN.get(name, [str(value)])
+    return [word for text in texts_ for word in (flag_name(name), text)]
 
 
 class TestSamplingFlags:
     def test_every_parameter_is_here(self) -> None:
-        assert {*FLAG_VALUES, "grammar"} == {field.name for field in dataclasses.fields(SamplingParams)}
+        assert VALUES.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
 
     @pytest.mark.parametrize(
         ("command", "name"),
         [
             (command, name)
-            for name in FLAG_VALUES
+            for name in VALUES
             for command in ("generate", "demo")
-            if (command, name) != ("demo", "draft")  # there it names the model to start
+            if name != "grammar" and (command, name) != ("demo", "draft")  # there it names the model to start
         ],
     )
     def test_one_by_one(self, command: str, name: str) -> None:
-        texts_, value = FLAG_VALUES[name]
-        args = cli._parser().parse_args([command, "x", flag_name(name), *texts_])
+        given = dict.fromkeys(["num_beams", name] if name in BEAM_SEARCH else [name])
+        words = [word for each in given for word in sampling_flag(each)]
+        args = cli._parser().parse_args([command, "x", *words])
         shown = SamplingParams(max_tokens=192, temperature=0.7, seed=7)
         defaults = {"demo": shown, "generate": SamplingParams()}
-        assert sampling_params(args) == dataclasses.replace(defaults[command], **{name: value})
+        expected = dataclasses.replace(defaults[command], **{each: VALUES[each] for each in given})
+        assert sampling_params(args) == expected
 
     def test_each_kind_of_grammar(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
@@ -285,12 +275,6 @@ class TestSamplingFlags:
         for given, expected in flags:
             params = sampling_params(cli._parser().parse_args(["generate", "x", *given]))
             assert params == SamplingParams(grammar=Grammar(**expected))
-
-    def test_repeated_flags_add_up(self) -> None:
-        argv = ["generate", "x", "--stop", "a", "--stop", "b", "--logit-bias", "1=2", "--logit-bias", "3=4"]
-        params = sampling_params(cli._parser().parse_args(argv))
-        assert params.stop == ("a", "b")
-        assert params.logit_bias == {1: 2.0, 3: 4.0}
 
 
 class TestGenerate:

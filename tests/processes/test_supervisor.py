@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from specwire import AsyncClient, Client, RetryPolicy, SamplingParams
-from specwire.cli import supervisor
+from specwire.cli.kept import KeptService
 from specwire.cli.process import Service
-from specwire.cli.supervisor import Stack, StackService
+from specwire.cli.supervisor import Stack
 from specwire.config.models import NO_DRAFT
 from specwire.config.stack import StackConfig, UpConfig
 from specwire.errors import ServiceUnavailableError
@@ -118,10 +118,9 @@ sys.exit("error: its reason")
 
 @pytest.mark.parametrize("serves", [True, False])
 def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
-    serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serves: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In simulated time, with real processes."""
-    monkeypatch.setattr(supervisor, "_MAX_FAILURES", 4)
     (tmp_path / "dies.py").write_text(DIES)
     starts: list[str] = []
 
@@ -129,7 +128,7 @@ def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
         starts.append(address)
         return Service("dies", ["serves"] if serves or not address else [], {"PYTHONPATH": str(tmp_path)})
 
-    kept = supervisor.StackService("the service", start)
+    kept = KeptService("the service", start, max_failures=4)
     kept.service.ready(30)
     end_at(kept, now_s=0.0)
     for now_s in (0.5, 1.5, 3.5):
@@ -148,7 +147,7 @@ def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
     assert pauses == ["0.5", "1", "2"]
 
 
-def end_at(kept: StackService, now_s: float) -> None:
+def end_at(kept: KeptService, now_s: float) -> None:
     """Its end is seen at this time."""
     kept.service.process.wait(30)
     if not kept.service.address:
@@ -161,7 +160,7 @@ def test_what_has_served_for_long_begins_with_a_short_pause_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "dies.py").write_text(DIES)
-    kept = StackService("the service", lambda _: Service("dies", ["serves"], {"PYTHONPATH": str(tmp_path)}))
+    kept = KeptService("the service", lambda _: Service("dies", ["serves"], {"PYTHONPATH": str(tmp_path)}))
     kept.service.ready(30)
     now_s = 0.0
     for served_s in (1, 100, 100, 1):

@@ -31,10 +31,9 @@ from coordinator.metrics import TABLE as COORDINATOR
 from coordinator.totals import OK, STATUSES, CallRecord, Totals
 from draft_service.metrics import TABLE as LEARNING
 from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
-from specwire.cli.supervisor import METRICS_ROLES, metrics_address
 from specwire.completion import Stage
 from specwire.config.services import VerifyConfig
-from specwire.config.stack import UpConfig
+from specwire.config.stack import METRICS_ROLES, UpConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError, ResourceExhaustedError
 from specwire.telemetry.endpoint import PATH, MetricsEndpoint
@@ -477,7 +476,7 @@ def test_a_request_that_never_ran_has_a_status_and_a_duration() -> None:
 
 def test_up_gives_each_service_a_port_of_its_own() -> None:
     def addresses(address: str) -> list[str]:
-        return [metrics_address(UpConfig(metrics_address=address), role) for role in METRICS_ROLES]
+        return [UpConfig(metrics_address=address).metrics_address_of(role) for role in METRICS_ROLES]
 
     assert addresses("127.0.0.1:9464") == ["127.0.0.1:9464", "127.0.0.1:9465", "127.0.0.1:9466"]
     assert addresses("127.0.0.1:0") == ["127.0.0.1:0"] * 3

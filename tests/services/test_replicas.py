@@ -21,7 +21,6 @@ from coordinator.peers.handshake import check_same
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
 from specwire import AsyncClient, Completion, Rule, SamplingParams
-from specwire.cli import supervisor
 from specwire.config.fields import split_addresses
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
@@ -229,8 +228,7 @@ class TestUp:
     )
     def test_cards_are_spread_where_none_is_named(self, device: str, devices: list[str]) -> None:
         config = UpConfig(device=device, replicas=2)
-        flags = [supervisor._verify_flags(config, index) for index in range(2)]
-        assert [words[words.index("--device") + 1] for words in flags] == devices
+        assert [config.verify_settings(index)["device"] for index in range(2)] == devices
 
 
 # --- with services ----------------------------------------------------------------------------------

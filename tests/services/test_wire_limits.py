@@ -19,12 +19,12 @@ from google.protobuf.descriptor import Descriptor
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
 from specwire.core import (
     MAX_CACHE_SALT_LEN,
-    MAX_DRAFT_LEN,
     MAX_LOGIT_BIASES,
     MAX_PATH_LEN,
     MAX_STOP_LEN,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    PARAMETERS,
     Preparation,
     Proposal,
 )
@@ -36,6 +36,7 @@ from specwire.text.grammar import MAX_CHOICES, MAX_SOURCE_LEN
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, sampling, verify
+from tests.support.parameters import INVALID
 from tests.support.refusals import our_errors
 
 MANY = 100_000
@@ -130,8 +131,6 @@ LIMITS: dict[str, tuple[Any, str]] = {
         stopped(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
         "stop_token_ids",
     ),
-    "GenerateRequest.draft": (generation(draft="d" * (MAX_DRAFT_LEN + 1)), "draft"),
-    "GenerateRequest.cache_salt": (generation(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1)), "cache_salt"),
     "OpenSequence.cache_salt": (
         verifying(opening(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1))),
         "cache_salt",
@@ -194,46 +193,19 @@ LIMITS: dict[str, tuple[Any, str]] = {
 #: Of each number: a request that is out of its range, and the name in the refusal.
 RANGES: dict[str, tuple[Any, str]] = {
     "GenerateRequest.prompt (unset)": (generation_pb2.GenerateRequest(), "prompt"),
-    "GenerateRequest.num_draft_tokens": (generation(num_draft_tokens=65), "num_draft_tokens"),
     "GenerateRequest.credit_tokens": (generation(credit_tokens=2**30), "credit_tokens"),
     "TokenIds.ids (empty)": (generation(token_ids={}), "prompt"),
     "TokenIds.ids (negative)": (generation(token_ids={"ids": [-5]}), "prompt_token_ids[0]"),
     "Messages.messages (empty)": (conversation(), "messages"),
-    "StopConditions.stop (empty)": (stopped(stop=[""]), "stop"),
-    "StopConditions.stop_token_ids (negative)": (stopped(stop_token_ids=[-1]), "stop_token_ids"),
     "StopConditions.max_tokens": (stopped(max_tokens=2**31 - 1), "max_tokens"),
-    "StopConditions.max_tokens (negative)": (stopped(max_tokens=-1), "max_tokens"),
-    "SamplingParams.temperature": (sampled(temperature=float("inf")), "temperature"),
-    "SamplingParams.top_k": (sampled(top_k=-1), "top_k"),
-    "SamplingParams.top_p": (sampled(top_p=2.0), "top_p"),
-    "SamplingParams.min_p": (sampled(min_p=2.0), "min_p"),
-    "SamplingParams.repetition_penalty": (sampled(repetition_penalty=0.0), "repetition_penalty"),
-    "SamplingParams.presence_penalty": (sampled(presence_penalty=3.0), "presence_penalty"),
-    "SamplingParams.frequency_penalty": (sampled(frequency_penalty=-3.0), "frequency_penalty"),
-    "SamplingParams.logit_bias (negative)": (sampled(logit_bias={-1: 1.0}), "logit_bias[-1]"),
-    "SamplingParams.seed": (sampled(seed=-1), "seed"),
-    "SamplingParams.rule": (sampled(rule=77), "rule"),
-    "SamplingParams.logprobs": (sampled(logprobs=21), "logprobs"),
-    "GenerateRequest.prompt_logprobs": (generation(prompt_logprobs=21), "prompt_logprobs"),
     "GenerateRequest.prompt_only": (generation(prompt_only=True), "max_tokens"),
-    "SamplingParams.min_tokens": (sampled(min_tokens=-1), "min_tokens"),
     "Grammar.json_object": (sampled(grammar={"json_object": False}), "grammar"),
     "OpenSequence.sequence_id": (drafting(opening(0)), "sequence_id"),
     "OpenSequence.prompt_len": (verifying(opening(prompt_len=2**31 - 1)), "prompt_len"),
     "OpenSequence.vocab_limit": (drafting(opening(vocab_limit=-1)), "vocab_limit"),
-    "GenerateRequest.max_depth": (generation(max_depth=65), "max_depth"),
-    "BeamSearch.num_beams": (generation(beam_search={"num_beams": 17}), "num_beams"),
-    "BeamSearch.length_penalty": (
-        generation(beam_search={"num_beams": 2, "length_penalty": float("nan")}),
-        "length_penalty",
-    ),
     "BeamSearch.early_stopping": (
         generation(beam_search={"num_beams": 2, "early_stopping": 9}),
         "early_stopping",
-    ),
-    "BeamSearch.num_return_sequences": (
-        generation(beam_search={"num_beams": 2, "num_return_sequences": 3}),
-        "num_return_sequences",
     ),
     "DraftRequest.sequence_ids": (drafting(sequence_id=2), "sequence_ids"),
     "DraftRequest.base_lens": (drafting(base_len=-1), "base_len"),
@@ -274,6 +246,25 @@ RANGES: dict[str, tuple[Any, str]] = {
     ),
     "VerifyRequest.num_plain_ahead": (with_columns(verifying(), num_plain_ahead=[65]), "num_plain_ahead"),
     "OpenSequence.end_len": (verifying(opening(end_len=2**30)), "end_len"),
+}
+
+
+def _with_parameter(kind: Any, name: str, value: Any) -> generation_pb2.GenerateRequest:
+    """A generation whose message of that kind has a value for one parameter."""
+    if kind is generation_pb2.BeamSearch:
+        return generation(beam_search={"num_beams": 2} | {name: value})
+    making = {common_pb2.SamplingParams: sampled, generation_pb2.StopConditions: stopped}
+    return making.get(kind, generation)(**{name: value})
+
+
+RANGES |= {
+    f"{kind.DESCRIPTOR.name}.{name} (parameter)": (_with_parameter(kind, name, INVALID[name][0]), name)
+    for kind in (
+        *(common_pb2.SamplingParams, generation_pb2.StopConditions, generation_pb2.GenerateRequest),
+        generation_pb2.BeamSearch,
+    )
+    for name in PARAMETERS
+    if name in kind.DESCRIPTOR.fields_by_name and name not in ("ignore_eos", "grammar", "early_stopping")
 }
 
 #: Any value will do, or its own test has it.

@@ -243,15 +243,12 @@ class TestServe:
         here = {"target", "draft", "host", "port", "api_key"}
         own = {f.name for f in settings_of(ServeConfig)} - {f.name for f in settings_of(UpConfig)}
         config = self.serve(max_model_len=7, max_running=5, lenient=True)
-        passed = config.verify_options | config.coordinator_options | config.front_options
-        assert passed.keys() == own - here
-        assert {name: getattr(config, name) for name in passed} == passed
-        for kind, options in (
-            (VerifyConfig, config.verify_options),
-            (CoordinatorConfig, config.coordinator_options),
-            (HttpConfig, config.front_options),
-        ):
-            assert options.keys() <= {f.name for f in settings_of(kind)}
+        told = config.verify_settings() | config.coordinator_settings | config.front_settings
+        assert {name: told[name] for name in own - here} == {n: getattr(config, n) for n in own - here}
+        VerifyConfig(**config.verify_settings())
+        CoordinatorConfig(**config.coordinator_settings)
+        HttpConfig(**config.front_settings)
+        DraftConfig(**config.draft_settings)
 
     def test_the_target_is_required(self) -> None:
         with pytest.raises(ConfigError, match="MODEL missing: give a directory"):

@@ -8,6 +8,7 @@ from specwire.completion import Chunk, DraftTree, Token
 from specwire.core import Fate
 from specwire.http.answers import fates
 from specwire.rpc.wire import client as wire
+from tests.support.chunks import message_of
 from tests.support.rounds import received_chunks
 
 
@@ -65,7 +66,7 @@ def test_a_chunk_names_each_source_once(sources: tuple[str, ...]) -> None:
     tokens = tuple(
         Token(token_id=i, text="", fate=Fate.ACCEPTED, source=source) for i, source in enumerate(3 * sources)
     )
-    sent = wire.chunk_to_proto(Chunk(text="", tokens=tokens, held=tokens[:1]))
+    sent = message_of(tokens, held=tokens[:1])
     assert list(sent.sources) == list(sources)
     assert wire.chunk_from_proto(sent) == Chunk(text="", tokens=tokens, held=tokens[:1])
 

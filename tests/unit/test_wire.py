@@ -46,36 +46,10 @@ from specwire.rpc.wire.verify import VerifyAnswer, VerifyOrder
 from specwire.support import Support
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2
+from tests.support.chunks import message_of
+from tests.support.parameters import VALUES
 
-EVERYTHING = SamplingParams(
-    max_tokens=17,
-    temperature=0.7,
-    top_k=40,
-    top_p=0.9,
-    min_p=0.05,
-    repetition_penalty=1.1,
-    presence_penalty=-0.5,
-    frequency_penalty=0.25,
-    logit_bias={3: -1.5, 900: 100.0},
-    stop=("a", "\n\n"),
-    stop_token_ids=(4, 5),
-    ignore_eos=True,
-    min_tokens=2,
-    prompt_logprobs=3,
-    skip_special_tokens=False,
-    seed=2**63 - 1,
-    rule=Rule.GUMBEL,
-    grammar=Grammar(choice=("yes", "no")),
-    num_draft_tokens=0,
-    max_depth=3,
-    logprobs=0,
-    draft="ngram",
-    num_beams=4,
-    length_penalty=0.5,
-    early_stopping="never",
-    num_return_sequences=3,
-    cache_salt="s",
-)
+EVERYTHING = SamplingParams(**VALUES | {"seed": 2**63 - 1})
 
 GRAMMARS = [
     Grammar(json_schema={"type": "integer"}),
@@ -112,23 +86,11 @@ class TestSamplingParams:
 
     def test_a_model_service_gets_the_sampling_parameters(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
-        stops = {
-            "stop",
-            "ignore_eos",
-            "skip_special_tokens",
-            "num_draft_tokens",
-            "max_depth",
-            "draft",
-            "num_beams",
-            "length_penalty",
-            "early_stopping",
-            "num_return_sequences",
-            "prompt_logprobs",
-        }
-        assert opened.max_tokens is None
+        of_sampling = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
         for field in dataclasses.fields(SamplingParams):
-            expected = SamplingParams() if field.name in stops else EVERYTHING
-            assert field.name == "max_tokens" or getattr(opened, field.name) == getattr(expected, field.name)
+            is_sent = field.name in ("stop_token_ids", "cache_salt") or field.name in of_sampling
+            expected = EVERYTHING if is_sent else SamplingParams(max_tokens=None)
+            assert getattr(opened, field.name) == getattr(expected, field.name)
 
     def test_it_gets_the_tokens_that_end_an_output_where_it_must_exclude_them(self) -> None:
         params = SamplingParams(stop_token_ids=(4, 5), seed=1, rule=Rule.GUMBEL)
@@ -440,8 +402,11 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         for i, fate in enumerate(Fate)
     )
     text = "".join(token.text for token in tokens)
-    chunk = Chunk(text=text, tokens=tokens, rejected=tokens[:1], first_index=6, held=tokens[2:])
-    got = client_wire.chunk_from_proto(over_the_wire(client_wire.chunk_to_proto(chunk)))
+    held = tuple(dataclasses.replace(token, text="") for token in tokens[2:])
+    rejected = Token(token_id=7, text="no", fate=Fate.REJECTED, source="other")
+    chunk = Chunk(text=text, tokens=tokens, rejected=(rejected,), first_index=6, held=held)
+    sent_chunk = message_of(tokens, held, chunk.rejected, first_index=6)
+    got = client_wire.chunk_from_proto(over_the_wire(sent_chunk))
     assert got == chunk
     sent = Completion(
         text=chunk.text,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specwire.completion import Speculation
 from specwire.config.flags import flag_name
-from specwire.core import SamplingParams
+from specwire.core import PARAMETERS, SamplingParams
 from specwire.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
     from specwire.client.client import AsyncClient
 
-_PARAMETERS = (
-    *("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("stop", "seed"),
-    *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens"),
-    "skip_special_tokens",
+_NOT_OF_OTHERS = (
+    *("grammar", "rule", "num_draft_tokens", "max_depth", "draft", "logprobs", "prompt_logprobs"),
+    *("num_beams", "length_penalty", "early_stopping", "num_return_sequences", "cache_salt"),
 )
-"""Sent by their names, which are OpenAI's, and from `top_k` on those that vLLM has beside them."""
+"""Parameters of ours that OpenAI's API and vLLM's have not, or in another form."""
 _MAX_ERROR_LEN = 200
 
 
@@ -155,14 +153,13 @@ def parameters(params: SamplingParams) -> dict[str, Any]:
     Raises:
         ConfigError: one of them has no name there.
     """
-    found = {}
-    for each in fields(params):
-        value = getattr(params, each.name)
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
-        if value != default or each.name in ("max_tokens", "temperature"):
-            if each.name not in _PARAMETERS:
-                raise ConfigError(f"{flag_name(each.name)}: OpenAI's API has no such parameter")
-            found[each.name] = value
+    found, usual = {}, SamplingParams()
+    for name in PARAMETERS:
+        value = getattr(params, name)
+        if value != getattr(usual, name) or name in ("max_tokens", "temperature"):
+            if name in _NOT_OF_OTHERS:
+                raise ConfigError(f"{flag_name(name)}: OpenAI's API has no such parameter")
+            found[name] = value
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specwire.config import cuda
 from specwire.config.flags import flag_name
-from specwire.config.preflight.sizes import Size
+from specwire.config.preflight.sizes import ModelSize
 from specwire.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -22,7 +22,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
-class Load:
+class Footprint:
     """A model on a device, once or several times.
 
     Attributes:
@@ -34,7 +34,7 @@ class Load:
     name: str
     source: str
     device: str
-    size: Size
+    size: ModelSize
     num_kv_tokens: int
     count: int = 1
 
@@ -49,13 +49,13 @@ class Load:
         return self.size.kv_per_token * self.num_kv_tokens * self.count
 
 
-def check(loads: Sequence[Load]) -> None:
+def check(loads: Sequence[Footprint]) -> None:
     """Refuse what does not fit beside each other.
 
     Raises:
         ConfigError: names the flag, what it needs and what there is.
     """
-    by_device: dict[str, list[Load]] = defaultdict(list)
+    by_device: dict[str, list[Footprint]] = defaultdict(list)
     for load in loads:
         by_device[load.device].append(load)
     for device, there in by_device.items():
@@ -64,7 +64,7 @@ def check(loads: Sequence[Load]) -> None:
             _check_device(device, there, num_bytes)
 
 
-def _check_device(device: str, loads: Sequence[Load], num_bytes: int) -> None:
+def _check_device(device: str, loads: Sequence[Footprint], num_bytes: int) -> None:
     weights, caches = sum(load.weights for load in loads), sum(load.kv_cache for load in loads)
     there = f"{gigabytes(num_bytes)} of memory {'is free' if device == 'cpu' else f'has {device}'}"
     if weights > num_bytes:
@@ -82,7 +82,7 @@ def _check_device(device: str, loads: Sequence[Load], num_bytes: int) -> None:
         )
 
 
-def _times(load: Load) -> str:
+def _times(load: Footprint) -> str:
     return f"{load.count} times " if load.count > 1 else ""
 
 

@@ -44,7 +44,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Needs:
     """Everything that can be checked before a start.
 
     Attributes:
@@ -66,27 +66,27 @@ def check(config: Any) -> None:
     Raises:
         ConfigError: names the flag, the value and what to do.
     """
-    plan = plan_of(config)
-    ports.check_all(plan.addresses)
-    for name, source in plan.tokenizers:
+    needs = needs_of(config)
+    ports.check_all(needs.addresses)
+    for name, source in needs.tokenizers:
         if source:
             models.check_tokenizer(name, source)
-    for model in plan.models:
+    for model in needs.models:
         if model.is_here:
             devices.check(model.device_name, model.device, model.num_devices)
-    found = {model: models.find(model.name, model.source, is_draft=model.is_draft) for model in plan.models}
+    found = {model: models.find(model.name, model.source, is_draft=model.is_draft) for model in needs.models}
     for model, files in found.items():
         if files:
             quantised.check(files, on_cuda=model.device != "cpu")
             lengths.check(files, model.max_model_len)
     here = [(model, files) for model, files in found.items() if files and model.is_here]
-    memory.check([load for model, files in here if (load := _load(model, files))])
-    pair = [files for model in plan.pair if (files := found[model])]
+    memory.check([load for model, files in here if (load := _footprint(model, files))])
+    pair = [files for model in needs.pair if (files := found[model])]
     if len(pair) == 2:
         pairs.check(*pair)
 
 
-def _load(model: Model, files: Files) -> memory.Load | None:
+def _footprint(model: Model, files: Files) -> memory.Footprint | None:
     """What it takes, if its files say so."""
     on_cuda = model.device != "cpu"
     is_widened = model.source == EMBEDDED and model.dtype == "auto" and not on_cuda
@@ -95,28 +95,19 @@ def _load(model: Model, files: Files) -> memory.Load | None:
     count = 1 if on_cuda else model.num_devices
     if size is None:
         return None
-    return memory.Load(model.name, model.source, device, size, model.num_kv_tokens, count)
+    return memory.Footprint(model.name, model.source, device, size, model.num_kv_tokens, count)
 
 
 @functools.singledispatch
-def plan_of(config: Any) -> Plan:
+def needs_of(config: Any) -> Needs:
     """The plan of a config."""
     raise TypeError(config)
 
 
-@plan_of.register
-def _(config: StackConfig) -> Plan:
-    is_here = config.tensor_parallel_size == 1
-    target = Model(
-        name="target",
-        source=config.target,
-        dtype=config.dtype,
-        device=config.device,
-        num_devices=config.replicas,
-        is_here=is_here,
-        num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
-        max_model_len=getattr(config, "max_model_len", 0),  # a flag of `serve` alone
-    )
+@needs_of.register
+def _(config: StackConfig) -> Needs:
+    verify = VerifyConfig(model=config.target, **config.verify_settings())
+    target = replace(_served(verify, config.replicas), name="target", device=config.device)
     draft = Model(
         name="draft",
         source=config.draft_model,
@@ -129,7 +120,7 @@ def _(config: StackConfig) -> Plan:
     )
     has_draft = config.draft_model != NO_DRAFT
     metrics = config.metrics_address
-    return Plan(
+    return Needs(
         addresses=[
             (("address",), config.address),
             (config.http_flags, config.http_address),
@@ -144,8 +135,8 @@ def _(config: StackConfig) -> Plan:
     )
 
 
-@plan_of.register
-def _(config: VerifyConfig) -> Plan:
+@needs_of.register
+def _(config: VerifyConfig) -> Needs:
     names = ("address", "metrics_address")
     given = {name: getattr(config, name) for name in names if getattr(config, name)}
     addresses = [
@@ -158,28 +149,28 @@ def _(config: VerifyConfig) -> Plan:
     if config.draft_model:
         named = replace(target, name="draft_model", source=config.draft_model, dtype=config.draft_dtype)
         drafts = [replace(named, is_draft=True, max_model_len=0)]
-    return Plan(addresses=addresses, models=[target, *drafts], pair=[target, *drafts])
+    return Needs(addresses=addresses, models=[target, *drafts], pair=[target, *drafts])
 
 
-@plan_of.register
-def _(config: DraftConfig) -> Plan:
-    return Plan(
+@needs_of.register
+def _(config: DraftConfig) -> Needs:
+    return Needs(
         addresses=[(("address",), config.address), (("metrics_address",), config.metrics_address)],
         models=[_served(config), *_inner("inner", config.inner)],
         tokenizers=[("target_tokenizer", config.target_tokenizer)],
     )
 
 
-@plan_of.register
-def _(config: CoordinatorConfig) -> Plan:
+@needs_of.register
+def _(config: CoordinatorConfig) -> Needs:
     metrics = [next_address("metrics_address", config.metrics_address, n) for n in range(config.workers)]
     addresses = [(("address",), config.address), *((("metrics_address",), each) for each in metrics)]
-    return Plan(addresses=addresses, tokenizers=[("tokenizer", config.tokenizer)])
+    return Needs(addresses=addresses, tokenizers=[("tokenizer", config.tokenizer)])
 
 
-@plan_of.register
-def _(config: HttpConfig) -> Plan:
-    return Plan(addresses=[(("address",), config.address)], tokenizers=[("tokenizer", config.tokenizer)])
+@needs_of.register
+def _(config: HttpConfig) -> Needs:
+    return Needs(addresses=[(("address",), config.address)], tokenizers=[("tokenizer", config.tokenizer)])
 
 
 def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:

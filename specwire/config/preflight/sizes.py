@@ -28,7 +28,7 @@ class _Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """What a model takes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Size:
     dtype: str
 
 
-def size(files: Files, dtype: str, *, on_cuda: bool) -> Size | None:
+def size(files: Files, dtype: str, *, on_cuda: bool) -> ModelSize | None:
     """What a model takes when it is loaded.
 
     Args:
@@ -68,7 +68,7 @@ def size(files: Files, dtype: str, *, on_cuda: bool) -> Size | None:
         each.num_values * WIDTHS[chosen] if each.dtype in _FORMATS and not is_quantised else each.num_bytes
         for each in tensors
     )
-    return Size(weights, kv_values_per_token(files.config) * WIDTHS[chosen], chosen)
+    return ModelSize(weights, kv_values_per_token(files.config) * WIDTHS[chosen], chosen)
 
 
 def _own_dtype(config: dict[str, Any], tensors: list[_Tensor]) -> str:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from specwire.config.blocks import Block
 from specwire.config.preflight import lengths
+from specwire.core import Rule, SamplingParams
+from specwire.engine import chosen
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import Probe
@@ -35,8 +37,7 @@ from specwire.engine.private import end_compilers
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.rule.captured import CudaReplay, Replay
-from specwire.rule.choices import CHOICES
-from specwire.rule.columns import GUMBEL
+from specwire.rule.columns import Encoded
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
 
@@ -331,18 +332,20 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_chains(self) -> None:
         """Capture the steps of a single stream's chains, so that its first ones need not wait for that."""
-        for kind, function in CHOICES.items() if self._chains is not None else ():
-            width = 2 if self.context_len is None else min(2, self.context_len)
-            if kind.is_cut or width < 2 or self.pool.num_pages < 1:
-                continue
-            columns = [torch.ones((width, 1, 4), device=self.device)]
-            if kind.matched == GUMBEL:
-                columns.append(torch.zeros((width, 1, self.vocab_size), device=self.device))
-            elif not kind.matched:
-                columns.append(torch.zeros((width, 1), dtype=torch.float64, device=self.device))
-            logits = torch.zeros((1, self.vocab_size), device=self.device)
+        if self._chains is None or self.context_len == 1:
+            return
+        logits = torch.zeros((1, self.vocab_size), device=self.device)
+        for params in (
+            SamplingParams(temperature=0),
+            SamplingParams(rule=Rule.GUMBEL),
+            SamplingParams(rule=Rule.REJECTION),
+        ):
+            encoded = Encoded.of(params, 0)
+            kind = chosen.kind_of(encoded)
+            assert kind is not None
+            choice = chosen.choice(kind, [encoded], [1], [1], 2, logits)
             with self.new_sequence() as cache:
-                self.decode([cache], logits, Choice(function, columns))
+                self.decode([cache], logits, choice)
 
     @torch.inference_mode()
     def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:

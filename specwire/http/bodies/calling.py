@@ -71,7 +71,7 @@ class Calling(Sampled):
 
     def more_params(self) -> dict[str, Any]:
         more = super().more_params()
-        if self.active_functions and self.skip_special_tokens is None:
+        if self.active_functions and "skip_special_tokens" not in self.given:
             more["skip_special_tokens"] = False  # markers of calls often are special tokens
         if self.must_call:
             more["grammar"] = grammar_of_call(self.callable_functions, self.call_format)

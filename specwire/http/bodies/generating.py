@@ -6,48 +6,51 @@ output; one of an unsupported feature is accepted only at the value that disable
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import pydantic
 from pydantic import Field
 
-from specwire.core import Rule, SamplingParams
+from specwire.core import KINDS, PARAMETERS, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
-from specwire.http.bodies.part import List, Part, Request, invalid
+from specwire.http.bodies.part import JsonObject, List, RequestBody, invalid
 from specwire.http.bodies.structured import Structured
 
 MAX_CHOICES = 128
 """Generations of one request, over all its prompts."""
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "ignore_eos", "rule", "num_draft_tokens", "max_depth", "draft"),
-    *("cache_salt", "min_tokens", "skip_special_tokens"),
-)
-"""Fields with the same meaning in `SamplingParams`."""
 _MAX_ID_LEN = 10
+_SAID_ELSEWHERE = {
+    *("max_tokens", "grammar", "logprobs", "prompt_logprobs", "num_beams", "num_return_sequences"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "stop", "length_penalty", "early_stopping"),
+}
+"""Parameters that not every API has, or that one has in a form of its own."""
+_FORMS: dict[str, Any] = {
+    "top_k": Annotated[int, Field(ge=-1)],
+    "stop_token_ids": List[int],
+    "rule": Annotated[Rule, Field(strict=False)],
+    "cache_salt": Annotated[str, Field(min_length=1)],
+}
+"""Of the others, those that are not one number, switch or text, or have narrower bounds here."""
+
+if TYPE_CHECKING:
+    from specwire.http.bodies.part import RequestBody as WithParameters
+else:
+    WithParameters = pydantic.create_model(
+        "WithParameters",
+        __base__=RequestBody,
+        **{
+            name: ((_FORMS.get(name) or KINDS[name]) | None, Field(None, description=each.metadata["doc"]))
+            for name, each in PARAMETERS.items()
+            if name not in _SAID_ELSEWHERE
+        },
+    )
 
 
-class Sampled(Request):
-    """How to generate, in every API."""
+class Sampled(WithParameters):
+    """How to generate, in every API: the parameters, and what clients send besides."""
 
     model: str
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    # extensions with vLLM's names
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: List[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    # our extensions
-    rule: Rule | None = Field(default=None, strict=False)
-    num_draft_tokens: int | None = None
-    max_depth: int | None = None
-    draft: str | None = None
     # without effect on the output
     user: Any = None
     metadata: Any = None
@@ -97,16 +100,15 @@ class Sampled(Request):
         Raises:
             InvalidRequestError: names the parameter and its value.
         """
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
-        return SamplingParams(
-            **given,
-            **self.more_params(),
-            max_tokens=self.token_limit,
-            seed=self.seed,
-            top_k=max(0, self.top_k or 0),
-            logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
-        )
+        given = self.given | self.more_params()
+        given |= {"max_tokens": self.token_limit, "top_k": max(0, given.get("top_k", 0))}
+        return SamplingParams(**given, logprobs=self.num_logprobs, prompt_logprobs=self.num_prompt_logprobs)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The parameters that are in the body under their names."""
+        names = PARAMETERS.keys() - {"grammar", "logit_bias", "logprobs", "prompt_logprobs"}
+        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
 
     def prepare(self, chat_template: str, tool_call_parser: str) -> None:
         """Take note of what depends on the model.
@@ -124,7 +126,7 @@ class Sampled(Request):
         return {}
 
 
-class StreamOptions(Part):
+class StreamOptions(JsonObject):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
@@ -169,10 +171,8 @@ class Body(Sampled, Structured):
         """Arguments of a beam search, whose n texts are the choices; temperature 0 goes without saying."""
         if not self.use_beam_search:
             return {}
-        names = ("length_penalty", "early_stopping")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         num = {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
-        return given | num | ({} if self.temperature is not None else {"temperature": 0})
+        return num | {"temperature": self.given.get("temperature", 0)}
 
     def check(self) -> None:
         if self.stream_options is not None and not self.streams:
@@ -185,7 +185,7 @@ class Body(Sampled, Structured):
         """A beam search has its texts at its end, and parameters of its own."""
         if not self.use_beam_search:
             for name in ("length_penalty", "early_stopping"):
-                if getattr(self, name) is not None:
+                if name in self.given:
                     raise invalid(name, "is only for requests with use_beam_search=true")
             return
         if self.num_choices < 2:

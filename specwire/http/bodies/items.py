@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from specwire.http.bodies.message import as_call
-from specwire.http.bodies.part import List, OnlyText, Part, invalid
+from specwire.http.bodies.part import JsonObject, List, OnlyText, invalid
 
 
-class TextItem(Part):
+class TextItem(JsonObject):
     """A part of a message's content, of a request or of an earlier response."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -27,7 +27,7 @@ def _joined(parts: str | list[TextItem]) -> str:
     return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class InputMessage(Part):
+class InputMessage(JsonObject):
     """A message of the input, including earlier output."""
 
     type: Literal["message"] | None = None
@@ -38,7 +38,7 @@ class InputMessage(Part):
     phase: str | None = None
 
 
-class FunctionCall(Part):
+class FunctionCall(JsonObject):
     """A call of an earlier response."""
 
     type: Literal["function_call"]
@@ -51,7 +51,7 @@ class FunctionCall(Part):
     namespace: None = None
 
 
-class FunctionCallOutput(Part):
+class FunctionCallOutput(JsonObject):
     """What an earlier call returned."""
 
     type: Literal["function_call_output"]

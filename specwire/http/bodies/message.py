@@ -6,26 +6,26 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from specwire.http.bodies.part import List, OnlyText, Part, invalid
+from specwire.http.bodies.part import JsonObject, List, OnlyText, invalid
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class TextPart(Part):
+class TextPart(JsonObject):
     """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Part):
+class CalledFunction(JsonObject):
     """The function of a call."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Part):
+class ToolCall(JsonObject):
     """A call that an assistant has made."""
 
     id: str | None = None
@@ -33,7 +33,7 @@ class ToolCall(Part):
     function: CalledFunction
 
 
-class Message(Part):
+class Message(JsonObject):
     """One message of a conversation, including earlier answers in the form of a response."""
 
     role: str

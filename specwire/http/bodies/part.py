@@ -43,7 +43,7 @@ class Ignored:
     names: dict[str, None] = field(default_factory=dict)
 
 
-class Part(pydantic.BaseModel):
+class JsonObject(pydantic.BaseModel):
     """A JSON object of a request."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
@@ -52,7 +52,7 @@ class Part(pydantic.BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        Part.field_names.update(cls._known())
+        JsonObject.field_names.update(cls._known())
 
     @classmethod
     def _known(cls) -> set[str]:
@@ -73,7 +73,7 @@ class Part(pydantic.BaseModel):
         return kept | {first: given[first]}
 
 
-class Request(Part):
+class RequestBody(JsonObject):
     """The whole body of a request; `model` may be left out where its API says so."""
 
     model: str | None

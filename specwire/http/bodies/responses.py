@@ -9,7 +9,7 @@ from pydantic import Field
 
 from specwire.http.bodies.calling import Calling
 from specwire.http.bodies.items import Input, as_conversation
-from specwire.http.bodies.part import Part, Prompt, invalid
+from specwire.http.bodies.part import JsonObject, Prompt, invalid
 from specwire.http.bodies.structured import TextFormat
 from specwire.http.bodies.tools import (
     FunctionChoice,
@@ -20,14 +20,14 @@ from specwire.http.bodies.tools import (
 )
 
 
-class TextConfig(Part):
+class TextConfig(JsonObject):
     """The form of the output."""
 
     format: TextFormat | None = None
     verbosity: None = None
 
 
-class Reasoning(Part):
+class Reasoning(JsonObject):
     """The effort is a variable of the chat template."""
 
     effort: str | None = None
@@ -35,7 +35,7 @@ class Reasoning(Part):
     generate_summary: None = None
 
 
-class ObfuscationOptions(Part):
+class ObfuscationOptions(JsonObject):
     """Options of a streamed response."""
 
     include_obfuscation: Literal[False] | None = None

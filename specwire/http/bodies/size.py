@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from specwire.http.bodies.part import Request, invalid
+from specwire.http.bodies.part import RequestBody, invalid
 
 _TOKEN_BYTES = 4
 _TEXT_BYTES = 32
 """Counted for each text in addition to its bytes: messages are processed one by one, for each choice."""
 
 
-def check_size(body: Request, max_prompt_bytes: int, max_total_bytes: int) -> None:
+def check_size(body: RequestBody, max_prompt_bytes: int, max_total_bytes: int) -> None:
     """Check the size of the prompts, which are sent once for each choice.
 
     Args:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from specwire.errors import InvalidRequestError
-from specwire.http.bodies.part import List, Part, invalid
+from specwire.http.bodies.part import JsonObject, List, invalid
 from specwire.text.grammar import Grammar
 
 
-class JsonSchema(Part):
+class JsonSchema(JsonObject):
     """The schema of `json_schema`. It is held whether `strict` or not."""
 
     name: str
@@ -20,7 +20,7 @@ class JsonSchema(Part):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class ResponseFormat(Part):
+class ResponseFormat(JsonObject):
     """Plain text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -35,7 +35,7 @@ class ResponseFormat(Part):
             raise invalid("response_format.json_schema", problem)
 
 
-class TextFormat(Part):
+class TextFormat(JsonObject):
     """`text.format` of a response: as `ResponseFormat`, with the schema beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -60,7 +60,7 @@ class TextFormat(Part):
         return Grammar(json_object=True) if self.type == "json_object" else None
 
 
-class StructuredOutputs(Part):
+class StructuredOutputs(JsonObject):
     """vLLM's newer form; exactly one of them."""
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
@@ -70,7 +70,7 @@ class StructuredOutputs(Part):
     grammar: str | None = None
 
 
-class Structured(Part):
+class Structured(JsonObject):
     """The fields of a request, of which at most one may ask for a grammar."""
 
     response_format: ResponseFormat | None = None

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specwire.http.bodies.message import Message, as_conversation
-from specwire.http.bodies.part import List, Prompt, Request, invalid
+from specwire.http.bodies.part import List, Prompt, RequestBody, invalid
 
 
-class TokenizeBody(Request):
+class TokenizeBody(RequestBody):
     """`POST /tokenize`: a text, or a conversation."""
 
     model: str | None = None
@@ -40,7 +40,7 @@ class TokenizeBody(Request):
             raise invalid("add_special_tokens", "is only for a prompt: the chat template adds its own")
 
 
-class DetokenizeBody(Request):
+class DetokenizeBody(RequestBody):
     """`POST /detokenize`."""
 
     model: str | None = None

@@ -7,19 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specwire.http.bodies.part import Part
+from specwire.http.bodies.part import JsonObject
 
 MAX_TOOLS = 128
 """As OpenAI has it."""
 
 
-class _Typed(Part):
+class _Typed(JsonObject):
     """Validated first, so that a tool of another type is refused as that."""
 
     type: Literal["function"]
 
 
-class Function(Part):
+class Function(JsonObject):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -38,7 +38,7 @@ class FunctionTool(Function, _Typed):
     """A tool of `/v1/responses`, which is its function itself."""
 
 
-class NamedFunction(Part):
+class NamedFunction(JsonObject):
     """The name of a function."""
 
     name: str

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import pydantic
 
-from specwire.http.bodies.part import Ignored, Part, Request
+from specwire.http.bodies.part import Ignored, JsonObject, RequestBody
 from specwire.http.errors import ApiError
 
-Kind = TypeVar("Kind", bound=Request)
+Kind = TypeVar("Kind", bound=RequestBody)
 
 #: pydantic's errors of fields that accept their neutral value only.
 _UNSUPPORTED = {"literal_error", "none_required", "too_long", "unsupported_part", "unsupported_item"}
@@ -56,6 +56,6 @@ def _path(location: Iterable[str | int], *, unknown: bool) -> str:
     known = [
         p
         for i, p in enumerate(parts)
-        if isinstance(p, int) or p in Part.field_names or (unknown and p == parts[-1])
+        if isinstance(p, int) or p in JsonObject.field_names or (unknown and p == parts[-1])
     ]
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in known).removeprefix(".")

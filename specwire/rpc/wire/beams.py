@@ -7,6 +7,7 @@ from typing import Any
 from specwire.completion import FinishReason, Hypothesis
 from specwire.core import SamplingParams
 from specwire.errors import InvalidRequestError
+from specwire.rpc.wire.model import params_from_proto, params_to_proto
 from specwire.v1 import generation_pb2
 
 _STOPPING: dict[bool | str, generation_pb2.EarlyStopping] = {
@@ -21,30 +22,12 @@ _STOPPING_NAMES = {number: name for name, number in _STOPPING.items()} | {
 
 def to_proto(params: SamplingParams) -> generation_pb2.BeamSearch | None:
     """What a request says; None without beam search."""
-    _check_together(params)
     if params.num_beams == 1:
         return None
+    stopping = _STOPPING[params.early_stopping]
     return generation_pb2.BeamSearch(
-        num_beams=params.num_beams,
-        length_penalty=params.length_penalty,
-        early_stopping=_STOPPING[params.early_stopping],
-        num_return_sequences=params.num_return_sequences,
+        **params_to_proto(generation_pb2.BeamSearch, params), early_stopping=stopping
     )
-
-
-def _check_together(params: SamplingParams) -> None:
-    """Raises:
-    InvalidRequestError: more texts than beams, or a parameter of beam search without it.
-    """
-    most = params.num_return_sequences
-    if most > params.num_beams:
-        raise InvalidRequestError("num_return_sequences", most, f"is over num_beams={params.num_beams}")
-    if params.num_beams > 1:
-        return
-    for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
-        value = getattr(params, name)
-        if value != default:
-            raise InvalidRequestError(name, value, "needs num_beams over 1")
 
 
 def from_proto(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
@@ -61,17 +44,10 @@ def from_proto(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
     if message.early_stopping not in _STOPPING_NAMES:
         problem = "is not known in this protocol version"
         raise InvalidRequestError("early_stopping", message.early_stopping, problem)
-    most = message.num_return_sequences or 1
-    if most > message.num_beams:
-        raise InvalidRequestError("num_return_sequences", most, f"is over num_beams={message.num_beams}")
-    fields: dict[str, Any] = {
-        "num_beams": message.num_beams,
+    return params_from_proto(message) | {
         "early_stopping": _STOPPING_NAMES[message.early_stopping],
-        "num_return_sequences": most,
+        "num_return_sequences": message.num_return_sequences or 1,
     }
-    if message.HasField("length_penalty"):
-        fields["length_penalty"] = message.length_penalty
-    return fields
 
 
 def hypothesis_to_proto(found: Hypothesis) -> generation_pb2.Hypothesis:

@@ -23,7 +23,14 @@ from specwire.completion import (
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rpc.wire import beams
-from specwire.rpc.wire.model import RULE_NAMES, RULES, sampling_from_proto, sampling_to_proto
+from specwire.rpc.wire.model import (
+    RULE_NAMES,
+    RULES,
+    params_from_proto,
+    params_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from specwire.v1 import generation_pb2
 
 MAX_MESSAGES = 4096
@@ -68,23 +75,15 @@ def generate_request(
         raise InvalidRequestError(
             "prompt", sum(given), "give exactly one of prompt, prompt_token_ids, messages"
         )
+    stops = params_to_proto(generation_pb2.StopConditions, params)
     request = generation_pb2.GenerateRequest(
+        **params_to_proto(generation_pb2.GenerateRequest, params),
         sampling=sampling_to_proto(params),
-        stop_conditions=generation_pb2.StopConditions(
-            max_tokens=params.max_tokens or 0,
-            stop=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-        ),
+        stop_conditions=generation_pb2.StopConditions(**stops, max_tokens=params.max_tokens or 0),
         keep_special_tokens=not params.skip_special_tokens,
-        prompt_logprobs=params.prompt_logprobs,
         prompt_only=params.max_tokens == 0,
-        num_draft_tokens=params.num_draft_tokens,
-        max_depth=params.max_depth,
         credit_tokens=credit_tokens,
         report_progress=report_progress,
-        cache_salt=params.cache_salt,
-        draft=params.draft,
         beam_search=beams.to_proto(params),
     )
     if prompt is not None:
@@ -256,23 +255,13 @@ def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     """All parameters of a client's request."""
     stops = request.stop_conditions
-    fields = sampling_from_proto(request.sampling)
+    fields: dict[str, Any] = {"skip_special_tokens": not request.keep_special_tokens}
+    fields |= sampling_from_proto(request.sampling) | params_from_proto(stops) | params_from_proto(request)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
     if request.prompt_only:
         fields["max_tokens"] = 0
-    for name in ("num_draft_tokens", "max_depth", "draft", "prompt_logprobs"):
-        if request.HasField(name):
-            fields[name] = getattr(request, name)
-    return SamplingParams(
-        **fields,
-        **beams.from_proto(request),
-        stop=tuple(stops.stop),
-        stop_token_ids=tuple(stops.stop_token_ids),
-        ignore_eos=stops.ignore_eos,
-        skip_special_tokens=not request.keep_special_tokens,
-        cache_salt=request.cache_salt,
-    )
+    return SamplingParams(**fields, **beams.from_proto(request))
 
 
 def opening_credit(request: generation_pb2.GenerateRequest) -> int:
@@ -307,20 +296,6 @@ def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
     return request.credit_tokens
 
 
-def _token_to_proto(token: Token, numbers: dict[str, int]) -> generation_pb2.Token:
-    """Args:
-    numbers: of the sources so far; a new one is added.
-    """
-    return generation_pb2.Token(
-        id=token.token_id,
-        text=token.text,
-        fate=_FATES[token.fate],
-        logprob=token.logprob,
-        top_logprobs=[generation_pb2.TopLogprob(token_id=t, logprob=v) for t, v in token.top_logprobs],
-        source=numbers.setdefault(token.source, len(numbers)),
-    )
-
-
 def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> Token:
     return Token(
         token_id=message.id,
@@ -330,23 +305,6 @@ def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> 
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
     )
-
-
-def chunk_to_proto(chunk: Chunk) -> generation_pb2.Chunk:
-    """A chunk; its text is that of its tokens."""
-    numbers = {"": 0}
-    message = generation_pb2.Chunk(
-        first_index=chunk.first_index,
-        tokens=[_token_to_proto(token, numbers) for token in chunk.tokens],
-        rejected=[_token_to_proto(token, numbers) for token in chunk.rejected],
-        speculation=_speculation_to_proto(chunk.speculation) if chunk.speculation else None,
-        timing=_timing_to_proto(chunk.timing) if chunk.timing else None,
-        held=[_token_to_proto(token, numbers) for token in chunk.held],
-        tree=generation_pb2.DraftTree(**_fields(chunk.tree)) if chunk.tree else None,
-    )
-    message.sources.extend([*numbers][1:])
-    message.prompt.extend(_token_to_proto(token, numbers) for token in chunk.prompt)
-    return message
 
 
 class OpenChunk:

@@ -6,11 +6,12 @@ only valid nouns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Learning, Load, ModelInfo, Rule, SamplingParams
+from specwire.core import MAX_NUM_DRAFT_TOKENS, PARAMETERS, Learning, Load, ModelInfo, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2
@@ -22,45 +23,53 @@ RULES = {
     Rule.GUMBEL: common_pb2.RULE_GUMBEL,
 }
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
-_WARPS = ("temperature", "top_k", "top_p", "min_p")
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_ALWAYS_SET = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens")
-"""Not optional in the message: unset is their neutral value."""
 
 
 # --- sampling parameters --------------------------------------------------------------------------
+
+_TRANSLATED = ("rule", "grammar", "max_tokens", "early_stopping")
+
+
+def params_to_proto(message: type[Any], params: SamplingParams) -> dict[str, Any]:
+    """Arguments of a message: the parameters that it has under their names, and in their form."""
+    return {name: getattr(params, name) for name in _same_names(message.DESCRIPTOR)}
+
+
+def params_from_proto(message: Any) -> dict[str, Any]:
+    """The same, as arguments of `SamplingParams`; fields that are unset are left out."""
+    return {
+        name: getattr(message, name)
+        for name, can_be_unset in _same_names(message.DESCRIPTOR).items()
+        if not can_be_unset or message.HasField(name)
+    }
+
+
+@functools.cache
+def _same_names(descriptor: Any) -> dict[str, bool]:
+    """The parameters of a message that are not `_TRANSLATED`, and whether they can be unset."""
+    shared = [field for field in descriptor.fields if field.name in PARAMETERS]
+    return {field.name: field.has_presence for field in shared if field.name not in _TRANSLATED}
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """The parameters that determine the distribution of the next token."""
     return common_pb2.SamplingParams(
-        **{name: getattr(params, name) for name in (*_WARPS, *_PENALTIES)},
-        logit_bias=dict(params.logit_bias),
-        seed=params.seed,
+        **params_to_proto(common_pb2.SamplingParams, params),
         rule=RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED,
-        logprobs=params.logprobs,
         grammar=grammar_to_proto(params.grammar) if params.grammar else None,
-        min_tokens=params.min_tokens,
     )
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The same, as arguments of `SamplingParams`; unset fields are left out, except for the rule.
+    """The same, as arguments of `SamplingParams`.
 
     Raises:
         InvalidRequestError: an unknown rule, or a grammar that cannot be one.
     """
-    fields: dict[str, Any] = {name: getattr(message, name) for name in _ALWAYS_SET}
-    for name in ("temperature", "top_p", "repetition_penalty", "seed", "logprobs"):
-        if message.HasField(name):
-            fields[name] = getattr(message, name)
     if message.rule and message.rule not in RULE_NAMES:
         raise InvalidRequestError("rule", message.rule, "is not a rule of this protocol version")
-    fields["rule"] = RULE_NAMES.get(message.rule)
-    fields["logit_bias"] = dict(message.logit_bias)
-    if message.HasField("grammar"):
-        fields["grammar"] = grammar_from_proto(message.grammar)
-    return fields
+    grammar = grammar_from_proto(message.grammar) if message.HasField("grammar") else None
+    return params_from_proto(message) | {"rule": RULE_NAMES.get(message.rule), "grammar": grammar}
 
 
 def grammar_to_proto(grammar: Grammar) -> common_pb2.Grammar:
