@@ -43,7 +43,7 @@ class ConnectionConfig(CheckedConfig):
 
     server: str = option(
         "127.0.0.1:7070",
-        "HOST:PORT of the coordinator; several are separated by commas",
+        "HOST:PORT of the coordinator, or dns:///NAME:PORT of several; further ones after commas",
         check=check_addresses,
     )
     tls: bool = option(False, "use TLS; implied by --tls-ca, --client-cert and --server-name")
