@@ -153,9 +153,8 @@ class AsyncStream:
         self._metadata = metadata
         self._progress = ReceivedTokens(request)
         self._num_resumes = 0
-        self._num_futile = self._num_tokens_before = (
-            0  # losses without a token since the one before; its tokens
-        )
+        self._num_futile = 0  # losses in a row without a further token
+        self._num_tokens_before = 0
         self._cancelled = asyncio.Event()
         self._completion: Completion | None = None
         self._open(endpoints.preferred)

@@ -18,12 +18,13 @@ Options = Sequence[tuple[str, Any]]
 
 
 def _keepalive(quiet_ms: int, answer_ms: int, ping_ms: int) -> Options:
-    """Notice a silent peer by a ping after so long without traffic, and so long without an answer to it: any data
-    that arrives is one. The second is gRPC's TCP_USER_TIMEOUT, too.
+    """Options that notice a silent peer by a ping.
 
     Args:
-        ping_ms: the same for a bandwidth ping of gRPC, which replaces ours if it is in flight when the
-            connection goes silent, and times out after a minute by default.
+        quiet_ms: without traffic before the ping.
+        answer_ms: without an answer after it; any data that arrives is one. Also gRPC's TCP_USER_TIMEOUT.
+        ping_ms: without an answer to a bandwidth ping of gRPC, which replaces ours if it is in flight when
+            the connection goes silent, and times out after a minute by default.
     """
     return [
         ("grpc.keepalive_time_ms", quiet_ms),

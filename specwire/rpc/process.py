@@ -116,6 +116,7 @@ def run_service(main: Callable[[], Coroutine[Any, Any, None]], args: argparse.Na
         args: the flags that its config is read from, by whose names errors are told.
     """
     end_at_once_by_signals(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # see specwire.cli.main
     parent.end_with_it()
     stacks.show_on_signal()
     try:
