@@ -104,6 +104,11 @@ class HttpConfig(ConnectionConfig):
     )
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
     timeout_s: float = option(600.0, "deadline of a whole generation, in seconds", check=check_duration)
+    patience_s: float = option(
+        10.0,
+        "longest search for a coordinator that is lost or shuts down, in seconds",
+        check=check_amount,
+    )
     max_body_bytes: int = option(
         8 << 20, "largest request body, in bytes; prompts count once for each choice", check=at_least(1)
     )

@@ -170,9 +170,10 @@ def probe_of_another_port(m: Manifests) -> None:
     _container(m, "draft")["readinessProbe"]["grpc"]["port"] = 7072
 
 
-@found_in("http", "--server coordinator:7071 is no Service's port")
+@found_in("http", "--server dns:///coordinator:7071 is no Service's port")
 def front_without_service(m: Manifests) -> None:
-    _change(_container(m, "http")["args"], "--server=coordinator:7070", "--server=coordinator:7071")
+    args = _container(m, "http")["args"]
+    _change(args, "--server=dns:///coordinator:7070", "--server=dns:///coordinator:7071")
 
 
 @found_in("local", "asks for specwire.v1.Draft and not for specwire.v1.DraftService")

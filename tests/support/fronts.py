@@ -31,7 +31,7 @@ def front(address: str, **options: Any) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         thread = LoopThread()
         stack.callback(thread.close)
-        config = HttpConfig(address="127.0.0.1:0", server=address, grace_s=0.0, **options)
+        config = HttpConfig(**{"address": "127.0.0.1:0", "server": address, "grace_s": 0.0} | options)
         yield stack.enter_context(thread.entered(lambda: server.serving(config)))
 
 
