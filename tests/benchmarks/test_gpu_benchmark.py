@@ -70,9 +70,7 @@ def test_speedups_are_those_of_the_default(tmp_path: Path) -> None:
     }
     verdicts = [(bar.measured, bar.verdict) for bar in report.bars(findings)]
     assert verdicts[:2] == [(4.0, "pass"), (None, "not measured")]
-    assert "| 0 | specwire | 120.0 (120.0 to 120.0) | 4.00 |" in report.write(
-        findings, tmp_path
-    )
+    assert "| 0 | specwire | 120.0 (120.0 to 120.0) | 4.00 |" in report.write(findings, tmp_path)
 
 
 def test_a_part_that_fails_is_named_and_the_others_go_on() -> None:
