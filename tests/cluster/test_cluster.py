@@ -54,7 +54,7 @@ def deployed(cluster: Cluster, manifests: str, *more: str) -> Iterator[None]:
         cluster.wait_ready()
         yield
     finally:
-        cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", timeout_s=300.0)
+        cluster.delete()
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -68,7 +68,7 @@ def test_the_api_server_takes_it(cluster: Cluster, name: str, tmp_path: Path) ->
     try:
         cluster.apply(yaml.safe_dump_all(kinds), "--dry-run=server")
     finally:
-        cluster.kubectl("delete", "namespace", NAMESPACE, timeout_s=120.0)
+        cluster.delete()
 
 
 class TestLocal:
@@ -292,8 +292,9 @@ def test_the_scaler_looks_at_the_busiest_coordinator(cluster: Cluster, tmp_path:
     if subprocess.run(raw, capture_output=True, timeout=30, check=False).returncode:
         pytest.skip("the cluster has no custom metrics API")
     manifests = cluster.render(tmp_path, "local", ["observability", "autoscaling"])
-    with deployed(cluster, manifests), cluster.loaded("sdk", COORDINATOR, num_streams=200, num_tokens=200):
-        ends_s = time.monotonic() + 180
-        while cluster.get("hpa", "coordinator")["status"].get("currentMetrics") is None:
-            assert time.monotonic() < ends_s, "the autoscaler sees no metric"
+    with deployed(cluster, manifests), cluster.loaded("sdk", COORDINATOR, num_streams=400) as load:
+        ends_s = time.monotonic() + 240
+        while (status := cluster.get("hpa", "coordinator")["status"]).get("desiredReplicas", 0) <= 2:
+            assert time.monotonic() < ends_s, f"the autoscaler does not act: {status}"
             time.sleep(5)
+    load.check()

@@ -76,6 +76,14 @@ class Cluster:
         strictly = ("apply", "--server-side", "--force-conflicts", "--validate=strict", "-f", "-")
         self.kubectl(*strictly, *options, given=manifests, timeout_s=120.0)
 
+    def delete(self) -> None:
+        """All of it. Pods first: for their namespace Kubernetes would wait for half of their grace periods."""
+        self.kubectl("-n", NAMESPACE, "delete", "deployments,hpa", "--all")
+        self.kubectl(
+            "-n", NAMESPACE, "wait", "--for=delete", "pod", "--all", "--timeout=200s", timeout_s=210.0
+        )
+        self.kubectl("delete", "namespace", NAMESPACE, timeout_s=300.0)
+
     def deployments(self) -> list[str]:
         """Names of those that are there."""
         return [each["metadata"]["name"] for each in self.get("deployments")["items"]]
