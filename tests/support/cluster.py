@@ -157,7 +157,7 @@ class Cluster:
             "name": "client",
             "image": self.image,
             "command": ["sleep", "infinity"],
-            "resources": {"requests": {"cpu": "200m"}},
+            "resources": {"requests": {"cpu": "100m"}},
         }
         labels = {"friend": {"specwire-client": "true"}, "stranger": {}}
         pods = [
