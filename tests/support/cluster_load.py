@@ -30,9 +30,9 @@ class Sdk:
 
     async def parts(self, prompt: str, num_tokens: int) -> AsyncIterator[list[Any]]:
         """Those of a text, as they come."""
-        from specwire import SamplingParams
+        from specwire import Rule, SamplingParams
 
-        params = SamplingParams(max_tokens=num_tokens, rule="gumbel", seed=7)
+        params = SamplingParams(max_tokens=num_tokens, rule=Rule.GUMBEL, seed=7)
         async with self.client.stream(prompt, params) as stream:
             async for chunk in stream:
                 yield [*chunk.token_ids]
