@@ -113,7 +113,7 @@ class TestLocal:
             for name in SERVICES:
                 cluster.restart(name)
             time.sleep(max(0.0, began_s + 60.0 - time.monotonic()))
-        load.check()
+        load.check(at_least=NUM_TEXTS)
 
     def test_a_coordinator_that_waits_for_verify_ends_at_once(self, cluster: Cluster) -> None:
         cluster.scale(0, "verify")
@@ -164,7 +164,7 @@ class TestTwoOfEach:
                 cluster.wait_ready(name)
             for name in SERVICES:
                 cluster.restart(name)
-        load.check()
+        load.check(at_least=NUM_TEXTS)
         assert load.longest_pause_s < 20
 
 
@@ -205,7 +205,7 @@ class TestHttp:
         with cluster.loaded("openai", FRONT, num_tokens=24) as load:
             for name in (*SERVICES, "http"):
                 cluster.restart(name)
-        load.check()
+        load.check(at_least=NUM_TEXTS)
 
 
 def _spans(address: str, service: str, operation: str) -> list[Any]:

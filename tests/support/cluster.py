@@ -241,11 +241,11 @@ class Load:
         self.longest_pause_s: float = found["longest_pause_s"]
         print(f"{found}", file=sys.stderr)
 
-    def check(self) -> None:
-        """Nothing failed, and no text is another one."""
+    def check(self, *, at_least: int = 1) -> None:
+        """Nothing failed, and no text is another one, of at least so many."""
         assert self.failed == {}, self.failed
         assert self.different == 0
-        assert self.done > 0
+        assert self.done >= at_least
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class OpenAI:
     async def parts(self, prompt: str, num_tokens: int) -> AsyncIterator[list[Any]]:
         """Those of a text, as they come."""
         async with await self.client.completions.create(
-            model="target", prompt=prompt, max_tokens=num_tokens, temperature=0, stream=True
+            model="embedded", prompt=prompt, max_tokens=num_tokens, temperature=0, stream=True
         ) as stream:
             async for event in stream:
                 yield [*event.choices[0].text] if event.choices else []
