@@ -25,6 +25,10 @@ PROTOCOL_VERSION = 12
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
+MAX_SUPPORT = 256
+"""Most tokens in a draft distribution, if nothing else is asked for."""
+SUPPORT_MASS = 0.99
+"""Probability mass that it keeps, likewise."""
 MAX_NUM_OUTCOMES = 64
 MAX_PATH_LEN = MAX_NUM_OUTCOMES * (MAX_NUM_DRAFT_TOKENS + 1)
 """Most tokens that a prepared proposal depends on: those of as many rounds as outcomes are prepared for."""

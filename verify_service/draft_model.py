@@ -17,38 +17,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.config.services import DraftConfig, VerifyConfig
-from specwire.core import MAX_NUM_DRAFT_TOKENS, num_in_common
+from specwire.config.services import VerifyConfig
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, SUPPORT_MASS, num_in_common
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
+from specwire.engine.model.chains import Choice
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
+from specwire.rule.choices import Kind
 from specwire.rule.columns import MATCHED, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import Support
+from verify_service import on_device
 from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Noise
 
 log = logging.getLogger(__name__)
-
-MAX_SUPPORT = DraftConfig.max_support
-"""Most tokens in a distribution that a token was drawn from, as of a draft service."""
 
 
 class DraftRunner(Protocol):
     """The draft model: a `ModelRunner`."""
 
     context_len: int | None
+    vocab_size: int
 
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """See `ModelRunner.forward`."""
+
+    def decode(
+        self, caches: Sequence[SequenceCache], logits: Tensor, choice: Choice
+    ) -> tuple[Tensor, ...] | None:
+        """See `ModelRunner.decode`."""
 
 
 class ModelDrafts(GrownDrafts):
@@ -80,9 +86,41 @@ class ModelDrafts(GrownDrafts):
         for each in fitting:
             self._follow(each)
         try:
-            super().grow(self._caught_up(fitting), states)
+            caught_up = self._caught_up(fitting)
+            for kind, alike in on_device.grouped(caught_up).items():
+                if self._decoded(kind, alike):
+                    caught_up = [each for each in caught_up if each not in alike]
+            super().grow(caught_up, states)
         except ResourceExhaustedError as error:
             log.debug("no room to draft in: %s", error)
+
+    def _decoded(self, kind: Kind, growing: list[Growing]) -> bool:
+        """Draft chains of one kind on the device; whether it could."""
+        num_steps = max(each.growth.max_depth for each in growing)
+        longest = max(len(each.committed) for each in growing) + num_steps
+        width = min(self._vocab_size, self._runner.vocab_size)
+        if not on_device.fits(kind, num_steps * len(growing) * width):
+            return False
+        if self._runner.context_len and longest > self._runner.context_len:
+            return False
+        followers = [self._followers[each.sequence] for each in growing]
+        lengths = [own.cache.length for own in followers]
+        logits = self.logits_after([Node(each, -1) for each in growing])[:, :width]
+        choice = on_device.choice(kind, growing, num_steps, logits)
+        try:
+            found = self._runner.decode([own.cache for own in followers], logits, choice)
+        except ResourceExhaustedError:
+            found = None
+        if found is None:
+            for own, length in zip(followers, lengths, strict=True):
+                own.cache.truncate(length)
+            return False
+        self.num_passes, self.num_nodes = self.num_passes + num_steps, self.num_nodes + found[0].numel()
+        on_device.add(kind, growing, to_host(*found))
+        for each, own in zip(growing, followers, strict=True):
+            own.tokens += each.growth.token_ids[:-1]
+            own.cache.truncate(min(own.cache.length, len(own.tokens)))
+        return True
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`."""
@@ -117,7 +155,7 @@ class ModelDrafts(GrownDrafts):
     def _draw(nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
         rows = Rows.of([node.sampled() for node in nodes])
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        drawn = draw_supported(log_probs, rows, DraftConfig.support_mass, MAX_SUPPORT)[0]
+        drawn = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)[0]
         for (of, node), token_id, ids, probs, length in zip(nodes, *to_host(*drawn), strict=True):
             of.growth.add(node, [max(0, int(token_id))], [1.0])
             of.supports.append(Support(ids[:length], probs[:length]))

@@ -26,6 +26,8 @@ from specwire.proposals import tree
 from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
 from specwire.proposals.estimate.growth import TreeGrowth
 from specwire.rule import sampling
+from specwire.rule.captured import captured
+from specwire.rule.choices import SHARPNESS
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import Support, certain
@@ -33,8 +35,6 @@ from verify_service.own import Drafting, Judged, Noise
 
 log = logging.getLogger(__name__)
 
-_SHARPNESS = 2.0
-"""Of the softmax that turns scores into shares, as for a draft model; the calibration corrects it."""
 _NUM_EXPANDED = 8
 """Most nodes of a tree that a step expands."""
 
@@ -106,7 +106,7 @@ class GrownDrafts:
         may_be_tree: whether proposals may be trees.
     """
 
-    sharpness = _SHARPNESS
+    sharpness = SHARPNESS
     support_len = 0
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
@@ -190,11 +190,8 @@ class GrownDrafts:
         """The likeliest tokens after each node become its children."""
         rows = Rows.of([node.sampled() for node in nodes])
         scores = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        scores = self.sharpness * noise.added(scores, rows)
-        top = scores.topk(min(max(node.of.num_ranked for node in nodes), scores.shape[1]), dim=-1)
-        shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
-        is_there = (top.values > float("-inf")) & shares.isfinite()
-        found = to_host(top.indices, shares, is_there.sum(dim=-1))
+        most = min(max(node.of.num_ranked for node in nodes), scores.shape[1])
+        found = to_host(*_ranked(noise.added(scores, rows), sharpness=self.sharpness, most=most))
         for (of, node), ids, of_ids, num in zip(nodes, *(each.tolist() for each in found), strict=True):
             most = min(num, of.num_ranked)
             of.growth.add(node, ids[:most], of_ids[:most])
@@ -209,6 +206,15 @@ class GrownDrafts:
         if grown.supports:
             return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
         return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
+
+
+@captured
+def _ranked(scores: Tensor, *, sharpness: float, most: int) -> tuple[Tensor, ...]:
+    """The likeliest tokens of each row, best first, their shares, and how many of them there are."""
+    scores = sharpness * scores
+    top = scores.topk(most, dim=-1)
+    shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
+    return top.indices, shares, ((top.values > float("-inf")) & shares.isfinite()).sum(dim=-1)
 
 
 class Scorer(Protocol):

@@ -50,7 +50,7 @@ SCALES = {
         sizes=tuple([(1, n) for n in (1, 2, 4, 6, 8, 16, 32, 64)] + [(n, 6) for n in (2, 4, 8, 16, 32, 64)]),
         num_passes=20,
         num_tokens=96,
-        num_repetitions=5,
+        num_repetitions=3,
         num_prompts=4,
         prompt_len=256,
     ),
@@ -152,8 +152,8 @@ def _draft(findings: Findings, scale: Scale, device: torch.device, phase: Any) -
 
 
 def _invariance(findings: Findings, model: Any, prompts: list[list[int]]) -> None:
-    from specwire.engine.model.graphs import EagerReplay
     from specwire.engine.model.runner import ModelRunner
+    from specwire.rule.captured import EagerReplay
 
     # On a CPU all keys there could be are copied in every pass: no more than there are.
     page_len = passes.PAGE_LEN if model.device.type == "cuda" else 16

@@ -18,10 +18,10 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.report import summarise
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed
-from specwire.engine.model.graphs import CudaReplay, EagerReplay
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import random, sampling
+from specwire.rule.captured import CudaReplay, EagerReplay
 from specwire.rule.columns import Row
 
 PAGE_LEN = 256
@@ -55,8 +55,9 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 def make_runner(source: Path, device: torch.device, dtype: str, **options: Any) -> ModelRunner:
     """As a service makes it, with room for 64 streams."""
     model = load_model(source, dtype=dtype, device=str(device))
-    replay = CudaReplay() if device.type == "cuda" else EagerReplay()
-    runner = ModelRunner(model, num_pages=80, page_size=PAGE_LEN, replay=replay, **options)
+    is_cuda = device.type == "cuda"
+    replay = CudaReplay() if is_cuda else EagerReplay()
+    runner = ModelRunner(model, num_pages=80, page_size=PAGE_LEN, replay=replay, compiles=is_cuda, **options)
     runner.warm()
     return runner
 

@@ -83,7 +83,7 @@ from specwire.config.speculative import (
     own_draft,
     parse_speculative_config,
 )
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
 
 TLS_CLIENT_CA_HELP = "PEM authorities; clients must have a certificate of theirs"
 TOKENS_HELP = "file of bearer tokens, as `specwire token` makes them; clients must send one"
@@ -267,9 +267,13 @@ class ModelServiceConfig(ServiceConfig):
 class DraftConfig(ModelServiceConfig):
     """The draft service."""
 
-    support_mass: float = option(0.99, "probability mass that a sent draft distribution keeps, in (0, 1]")
+    support_mass: float = option(
+        SUPPORT_MASS, "probability mass that a sent draft distribution keeps, in (0, 1]"
+    )
     max_support: int = option(
-        256, "most tokens in a sent draft distribution; a smaller one is sent whole", check=at_least(1)
+        MAX_SUPPORT,
+        "most tokens in a sent draft distribution; a smaller one is sent whole",
+        check=at_least(1),
     )
     max_outcomes: int = option(32, "most outcomes of a stream's round to work ahead on; 0 for none")
     target_tokenizer: str = option("", TARGET_TOKENIZER_HELP)

@@ -227,7 +227,8 @@ def _threads(config: ModelServiceConfig, source: str) -> ThreadCount:
         return ThreadCount(1, torch.set_num_threads, is_fixed=True, cores=())
     is_fixed = bool(config.num_threads or "OMP_NUM_THREADS" in os.environ or config.batch_invariant)
     most = config.num_threads or torch.get_num_threads()
-    return ThreadCount(most, torch.set_num_threads, is_fixed=is_fixed, cores=known_cores())
+    cores = known_cores() if config.device == "cpu" else ()  # passes elsewhere need none to themselves
+    return ThreadCount(most, torch.set_num_threads, is_fixed=is_fixed, cores=cores)
 
 
 def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:

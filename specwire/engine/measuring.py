@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import torch
 
 from specwire.engine.batch import Feed
 from specwire.engine.device import Runner
+from specwire.engine.model.chains import Choice
 from specwire.proposals.estimate.costs import CostModel
+from specwire.rule.choices import CHOICES, Kind
+from specwire.rule.columns import GREEDY
+from specwire.rule.transfer import to_host
 
 _SIZES = ((1, 1), (1, 5), (1, 17), (8, 1), (8, 5), (32, 1))
 """Sequences of a pass, and tokens of each: plain decoding, a chain, a tree, and many streams."""
 _NUM_TIMES = 4
 """Passes of each size, of which the shortest one counts: the first takes longer, and any may be paused."""
+_NUM_STEPS = 8
+"""Of a chain; as for passes, the shortest of so many chains counts."""
 _MOST_S = 1.0
 """No more sizes are begun after that."""
 
@@ -30,11 +38,43 @@ def measure(runner: Runner) -> CostModel:
     return costs
 
 
-def measure_draft(runner: Runner) -> CostModel:
-    """The same of a draft model that runs after the target's passes, by nodes."""
+def measure_draft(runner: Any) -> CostModel:
+    """The same of a draft model that runs after the target's passes, by nodes.
+
+    Args:
+        runner: a `ModelRunner`.
+    """
     costs = CostModel(1)
-    costs.assume([(each[1:2], each[2]) for each in _measured(runner)])
+    chains = [*_chains_measured(runner)]
+    costs.assume(chains or [(each[1:2], each[2]) for each in _measured(runner)])
     return costs
+
+
+def _chains_measured(runner: Any) -> Iterator[tuple[tuple[int], float]]:
+    """Sequences, and nanoseconds of a step with a token for each; nothing where the host chooses tokens."""
+    started_s = time.perf_counter()
+    for num_sequences in (1, 8):
+        if time.perf_counter() - started_s > _MOST_S or num_sequences > runner.pool.num_pages:
+            break
+        device, shape = runner.device, (num_sequences, runner.vocab_size)
+        caches = [runner.new_sequence() for _ in range(num_sequences)]
+        warps = torch.ones((_NUM_STEPS, num_sequences, 4), device=device)
+        choice = Choice(CHOICES[Kind(GREEDY, is_cut=False)], [warps])
+        times_ns = []
+        try:
+            for _ in range(_NUM_TIMES):
+                for cache in caches:
+                    cache.truncate(0)
+                began_ns = time.perf_counter_ns()
+                found = runner.decode(caches, torch.zeros(shape, device=device), choice)
+                if found is None:
+                    return
+                to_host(*found)
+                times_ns.append((time.perf_counter_ns() - began_ns) / _NUM_STEPS)
+        finally:
+            for cache in caches:
+                cache.release()
+        yield (num_sequences,), max(1.0, min(times_ns))
 
 
 def _measured(runner: Runner) -> Iterator[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED
 from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
-from specwire.config.speculative import DFLASH, DRAFT_MODEL, MTP
+from specwire.config.speculative import DFLASH, DRAFT_MODEL, LAYERS, MTP
 from specwire.engine.boot import resolve
 from specwire.engine.device import Runner
 from specwire.engine.model import block, encoder_decoder, memory, mtp
@@ -23,6 +23,7 @@ from specwire.engine.model.loading import describe, errors_naming, load_model, r
 from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
+from specwire.rule.captured import CudaReplay
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
@@ -61,7 +62,8 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         drafter = block.load(own.argument, model)
         drafting = BlockRunner(model, drafter, num_pages=num_pages, page_size=config.page_len)
         return drafting, describe(model, source)
-    paged = partial(ModelRunner, page_size=config.page_len)
+    compiles = isinstance(replay, CudaReplay) and not config.batch_invariant and own.source != LAYERS
+    paged = partial(ModelRunner, page_size=config.page_len, compiles=compiles)
     draft = _load_draft(config, device) if isinstance(config, VerifyConfig) and config.draft_model else None
     if draft is not None and callable(num_pages):  # both have as many tokens
         page_bytes = paged(draft, num_pages=1).kv_bytes_per_token * config.page_len
@@ -78,6 +80,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     if draft is not None:
         runner.drafting = paged(draft, num_pages=runner.pool.num_pages, replay=replay)
         runner.drafting.warm()
+        runner.drafting.warm_chains()
     return runner, describe(model, source)
 
 

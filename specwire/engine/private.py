@@ -52,3 +52,10 @@ def pack_weight(weight: Tensor, num_tokens: int) -> Tensor:
 def packed_linear(tokens: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear` over a weight that `pack_weight` made."""
     return cast(Tensor, _mkldnn._linear_pointwise(tokens, packed, bias, *_NO_POINTWISE))
+
+
+def end_compilers() -> None:
+    """End the processes that torch's compiler has started, which would stay as long as this one."""
+    from torch._inductor.async_compile import shutdown_compile_workers  # loads the compiler
+
+    shutdown_compile_workers()

@@ -23,6 +23,7 @@ Neither torch nor any device is touched at import; only a request for a torch de
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -201,7 +202,8 @@ def gumbel_noise(
         device: None for numpy, or the torch device to compute on.
 
     Returns:
-        float64 [n, vocab_size], a numpy array or a tensor on `device`.
+        float64 [n, vocab_size], a numpy array or a tensor on `device`, where the next call of this thread may
+        overwrite it.
     """
     rows = np.empty((2, len(positions)), dtype=np.int64)
     rows[0], rows[1] = seeds, positions
@@ -234,15 +236,31 @@ def _gumbel_numpy(rows: npt.NDArray[np.int64], vocab_size: int) -> DoubleArray:
 
 
 def _gumbel_torch(rows: npt.NDArray[np.int64], vocab_size: int, device: torch.device) -> torch.Tensor:
-    import torch
-
+    from specwire.rule.captured import MOST_ELEMENTS
     from specwire.rule.transfer import to_device
 
+    is_small = rows.shape[1] * vocab_size <= MOST_ELEMENTS
+    compute = _captured_gumbel() if is_small else _gumbel_of_rows
+    found: torch.Tensor = compute(to_device(np.ascontiguousarray(rows.T), device), vocab_size=vocab_size)[0]
+    return found
+
+
+@functools.cache
+def _captured_gumbel() -> Any:
+    from specwire.rule.captured import captured
+
+    return captured(_gumbel_of_rows)
+
+
+def _gumbel_of_rows(rows: torch.Tensor, *, vocab_size: int) -> tuple[torch.Tensor]:
+    """Of seeds and positions, int64 [n, 2]."""
+    import torch
+
     num_blocks = (vocab_size + 1) // 2
-    out = torch.empty((rows.shape[1], num_blocks, 2), dtype=torch.float64, device=device)
-    blocks = torch.arange(num_blocks, device=device)
-    _fill_gumbel(out, to_device(rows, device), blocks, torch.log, _DEVICE_BLOCKS)
-    return out.reshape(len(out), 2 * num_blocks)[:, :vocab_size]
+    out = torch.empty((len(rows), num_blocks, 2), dtype=torch.float64, device=rows.device)
+    blocks = torch.arange(num_blocks, device=rows.device)
+    _fill_gumbel(out, rows.T, blocks, torch.log, _DEVICE_BLOCKS)
+    return (out.reshape(len(out), 2 * num_blocks)[:, :vocab_size],)
 
 
 def _fill_gumbel(out: Any, rows: Any, blocks: Any, log: Any, max_blocks: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specwire.core import Logprobs
 from specwire.rule import random, sampling, transfer
+from specwire.rule.captured import captured
 from specwire.rule.columns import GREEDY, Places, Rows, padded
 from specwire.support import IntArray
 
@@ -84,15 +85,27 @@ def draw_supported(log_probs: Tensor, rows: Rows, mass: float, max_support: int)
         mass, max_support: see `sampling.truncate_support`.
 
     Returns:
-        What was drawn; and the ids with -1 beyond each support, and for rows without one.
+        What was drawn; and the ids with -1 beyond each support, and for rows without one. See `Captured` for
+        how long these stay.
     """
+    uniforms = uniforms_for(rows, random.Purpose.DRAFT, log_probs.device)
+    *drawn, in_support = _draw_supported(log_probs, uniforms, mass=mass, max_support=max_support)
+    return Drawn(*drawn), in_support
+
+
+def drawn_on_device(
+    log_probs: Tensor, uniforms: Tensor, *, mass: float, max_support: int
+) -> tuple[Tensor, ...]:
+    """What `draw_supported` returns, one after another; nothing depends on a value of the host."""
     ids, probs, lengths = sampling.truncate_support(log_probs.exp(), mass, max_support)
-    columns = sampling.draw(probs, uniforms_for(rows, random.Purpose.DRAFT, probs.device))
     in_support = ids.masked_fill(~(probs > 0), -1)
-    token_ids = in_support.gather(1, columns[:, None])[:, 0]
+    token_ids = in_support.gather(1, sampling.draw(probs, uniforms)[:, None])[:, 0]
     is_there = lengths > 0
     ids[:, 0], probs[:, 0] = ids[:, 0].where(is_there, 0), probs[:, 0].where(is_there, 1)
-    return Drawn(token_ids, ids, probs, lengths.clamp(min=1)), in_support
+    return token_ids, ids, probs, lengths.clamp(min=1), in_support
+
+
+_draw_supported = captured(drawn_on_device)
 
 
 def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: int) -> list[Logprobs]:

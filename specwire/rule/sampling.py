@@ -184,6 +184,26 @@ def _warped(scores: Tensor, warps: Doubles) -> Tensor:
     return _exclude(scores, min_ps, min_ps > 0, _below_min_p)
 
 
+def warped_on_device(scores: Tensor, warps: Tensor) -> Tensor:
+    """As `apply_warps` for a draft, whose tokens are judged: nothing depends on a value of the host.
+
+    Args:
+        scores: float32 [num_rows, vocab_size].
+        warps: float32 [num_rows, 4], see `columns.Encoded`.
+
+    Returns:
+        float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded.
+    """
+    temperatures, top_ks, top_ps, min_ps = warps[:, :, None].unbind(1)
+    ordered, order = torch.sort(scores / temperatures, dim=-1, descending=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    kept = ordered.masked_fill((top_ks > 0) & (rank >= top_ks), -torch.inf)
+    probs = kept.softmax(dim=-1)
+    is_out = (probs.cumsum(dim=-1) - probs >= top_ps) | (probs < min_ps * probs[:, :1])
+    kept = kept.masked_fill(is_out & (rank > 0), -torch.inf)
+    return torch.empty_like(kept).scatter(1, order, kept).log_softmax(dim=-1)
+
+
 def _column(values: Doubles, like: Tensor) -> Tensor:
     """[num_rows, 1], of the device and type of `like`."""
     return to_device(np.ascontiguousarray(values), like.device).to(like.dtype)[:, None]

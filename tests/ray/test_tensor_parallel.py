@@ -27,9 +27,9 @@ from specwire.engine.group import sharding
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
-from specwire.engine.model.graphs import EagerReplay
 from specwire.engine.model.runner import ModelRunner
 from specwire.proposals.tree import TokenTree
+from specwire.rule.captured import EagerReplay
 from tests.support import rank_memory, texts
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target

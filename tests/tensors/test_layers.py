@@ -12,9 +12,9 @@ from torch import Tensor
 from specwire.config.blocks import Block, parse_skip
 from specwire.engine.batch import Feed
 from specwire.engine.layers.blocks import Blocks, ModelBlocks
-from specwire.engine.model.graphs import EagerReplay
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
+from specwire.rule.captured import EagerReplay
 from tests.support.tiny_models import VOCAB_SIZE, build
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss")

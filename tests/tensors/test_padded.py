@@ -23,10 +23,10 @@ from specwire.engine.attention import dense, varlen
 from specwire.engine.batch import Batch, Feed, Segment, Segments
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.model import graphs, padded
-from specwire.engine.model.graphs import EagerReplay, Replay
 from specwire.engine.model.padded import INVARIANT_TOKENS, TOKEN_SIZES, Bucket, Buckets
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
+from specwire.rule.captured import EagerReplay, Replay
 from tests.support.tiny_models import VOCAB_SIZE, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Traced:
     """Records what a step does to tensors, and does that again."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         return make_fx(run)()
 
 
@@ -124,10 +124,12 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(caplog: pytest.LogC
 
 
 def test_large_steps_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padded, "QUERY_SIZES", (1, 8))
     twins = _Twins("llama", EagerReplay())
-    monkeypatch.setattr(twins.padded, "_run_padded", lambda *_: pytest.fail("padded"))
+    assert twins.padded._padded is not None
+    monkeypatch.setattr(twins.padded._padded, "_logits", lambda *_: pytest.fail("padded"))
     twins.open(2)
-    twins.step([65, 3])  # more queries of one sequence than a bucket has
+    twins.step([9, 3])  # more queries of one sequence than a bucket has
 
 
 @pytest.mark.slow
@@ -147,7 +149,7 @@ def test_warming_up_records_what_one_stream_needs_and_touches_no_sequence() -> N
 class _Stuck:
     """A replay that goes on giving what came first."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         output = run().clone()
         return lambda: output
 
@@ -262,14 +264,14 @@ def test_a_row_is_split_without_losing_a_token() -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def _row(lengths: list[int], num_pages: int = 1) -> Batch:
+def _row(lengths: list[int], num_pages: int = 1, num_rows: int | None = None) -> Batch:
     offsets = np.cumsum([0, *lengths]).tolist()
     segments = [
         Segment(offset, length, length, (), [0] * num_pages)
         for offset, length in zip(offsets, lengths, strict=False)
     ]
     numbers = np.zeros(sum(lengths), dtype=np.int64)
-    return Batch(numbers, numbers, numbers, Segments.of(segments), numbers[:0])
+    return Batch(numbers, numbers, numbers, Segments.of(segments), numbers[:num_rows])
 
 
 def test_sizes_of_buckets() -> None:
@@ -280,7 +282,12 @@ def test_sizes_of_buckets() -> None:
     assert buckets.fit(_row([5, 6, 1], num_pages=17)) == Bucket(16, 4, 8, 128)
     assert buckets.fit(_row([6] * 64)) == Bucket(384, 64, 8, 16)
     assert buckets.fit(_row([9] * 64)) is None
-    assert set(buckets.single_stream()) == {buckets.fit(_row([n])) for n in (1, 2, 3, 6, 12)}
+    prompt = buckets.fit(_row([300], num_rows=1))
+    assert prompt == Bucket(384, 1, 384, 16, has_few_rows=True)
+    assert (prompt.num_rows, Bucket(384, 64, 8, 16).num_rows) == (16, 384)
+    assert buckets.fit(_row([513], num_rows=1)) is None
+    sizes = (1, 2, 3, 6, 12, 30, 60, 65, 100, 150, 200, 300, 500)
+    assert set(buckets.single_stream()) == {buckets.fit(_row([n], num_rows=1)) for n in sizes}
     gathering = Buckets(page_size=256, max_pages=8, gathers=True)
     assert gathering.fit(_row([6], num_pages=3)) == Bucket(8, 1, 8, 4)
     assert gathering.fit(_row([1] * 128, num_pages=8)) is None
@@ -408,8 +415,9 @@ def test_padded_steps_through_torchs_kernel(
     _history(twins)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch had no pages before 2.12")
 def test_the_installed_torch_has_the_signature_that_is_looked_for() -> None:
-    """Pinned here; elsewhere `dense` takes its place."""
+    """Pinned here; elsewhere keys are gathered, or `dense` takes its place."""
     found = varlen._varlen()
     assert found is not None
     assert "num_splits" in inspect.signature(found).parameters

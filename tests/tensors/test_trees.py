@@ -21,12 +21,12 @@ from specwire.engine.device import LogitsDecider
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.engine.model.graphs import EagerReplay
 from specwire.engine.model.runner import ModelRunner
 from specwire.engine.replies import Replies
 from specwire.engine.schedule import Scheduler
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.proposals.tree import TokenTree, path_to
+from specwire.rule.captured import EagerReplay
 from tests.support.tiny_models import (
     CONTEXT_LEN,
     EXTRA_FAMILIES,

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -187,10 +188,20 @@ def _refuse_unknown(
             raise UnsupportedError(name, type(value).__name__, "not implemented by the paged attention")
 
 
+_registered = paged_attention
+
+
 def register() -> None:
     """Register the attention function with transformers under `ATTENTION_NAME`; may be repeated.
 
     No mask function is registered: without one, transformers' mask builders return None at once, which is
     what `PackedBatch` needs.
     """
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionInterface.register(ATTENTION_NAME, _registered)
+
+
+def hide_from_compiler() -> None:
+    """From now on torch's compiler calls the function, of whatever model, and does not look into it."""
+    global _registered
+    _registered = torch.compiler.disable(paged_attention)  # type: ignore[no-untyped-call]
+    register()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from specwire.engine.model.graphs import Replay
 from specwire.engine.model.runner import ModelRunner
+from specwire.rule.captured import Output, Replay
 
 
 class AgreedReplay:
@@ -32,7 +30,7 @@ class AgreedReplay:
         self._number = 0
         self.problem = ""
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Output]) -> Callable[[], Output]:
         """See `Replay`.
 
         Raises:

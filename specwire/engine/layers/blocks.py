@@ -120,7 +120,7 @@ def _layers(model: Any) -> list[tuple[nn.Module, nn.Module]]:
     names = {module: name for name, module in model.named_modules()}
     found = []
     for attention in probe.shapes:
-        layer = _layer_of(model, names[attention])
+        layer = layer_of(model, names[attention])
         children = [child for child in layer.children() if _has_matrices(child)]
         attends = [child for child in children if attention in child.modules()]
         others = [child for child in children if child not in attends]
@@ -131,7 +131,7 @@ def _layers(model: Any) -> list[tuple[nn.Module, nn.Module]]:
     return found
 
 
-def _layer_of(model: Any, name: str) -> nn.Module:
+def layer_of(model: Any, name: str) -> nn.Module:
     """The element of a list of layers that a module is in."""
     while name:
         above = name.rpartition(".")[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,58 +16,12 @@ from torch import Tensor
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch
 from specwire.engine.model.padded import Bucket, Buckets, StepInputs
+from specwire.rule.captured import CudaReplay, EagerReplay, Replay
 
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 96
 _RECORD_AT = 2
-
-
-class Replay(Protocol):
-    """How a computation over fixed memory is captured."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Returns a function that repeats `run` on the current contents of the memory that it reads.
-
-        The next captured computation may overwrite its result.
-        """
-
-
-class EagerReplay:
-    """Runs the computation again: for devices without graphs, and for tests."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Replay`."""
-        return run
-
-
-class CudaReplay:
-    """CUDA graphs that share one memory pool, since no two of them run at the same time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Replay`. Runs it twice first, because libraries initialise themselves in their first calls."""
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                run()
-        here.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, such as a second engine in the same process.
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = run()
-        finally:
-            torch.cuda.set_stream(here)  # a failed capture may leave its own stream current
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
 
 
 def make_replay(config: ModelServiceConfig, device: torch.device) -> Replay | None:

@@ -24,10 +24,10 @@ from transformers.quantizers import AutoHfQuantizer
 from specwire.config.preflight import quantised
 from specwire.engine.attention import paged as attention
 from specwire.engine.batch import Feed
-from specwire.engine.model.graphs import EagerReplay, Replay
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
 from specwire.errors import ModelLoadError, SpecwireError
+from specwire.rule.captured import EagerReplay, Replay
 
 # Largest root mean square error of a row of logits, relative to the standard deviation of its reference.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}

@@ -27,7 +27,9 @@ from specwire.engine.cache.layer_cache import LayerCache, Scoring
 
 TOKEN_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 SEGMENT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-QUERY_SIZES = (1, 8, 64)
+QUERY_SIZES = (1, 8, 64, 512)
+_FEW_ROWS = 16
+"""Prompts want one row of logits, whatever their length; there are two sizes, this one and all tokens."""
 INVARIANT_TOKENS = 64
 """Tokens of every pass where a row must not depend on the others."""
 
@@ -41,6 +43,7 @@ class Bucket(NamedTuple):
         max_query: maximum tokens of one sequence.
         num_pages: maximum pages of one sequence.
         has_trees: some sequences end in trees, whose attention copies the keys.
+        has_few_rows: logits are wanted of `_FEW_ROWS` tokens at most.
     """
 
     num_tokens: int
@@ -48,6 +51,12 @@ class Bucket(NamedTuple):
     max_query: int
     num_pages: int
     has_trees: bool = False
+    has_few_rows: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens whose logits are computed."""
+        return min(self.num_tokens, _FEW_ROWS) if self.has_few_rows else self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,10 @@ class Buckets:
             return None
         most_pages, has_trees = max(map(len, segments.tables)), bool(segments.trees)
         num_pages = self._pages_for(most_pages, gathers=self.gathers or has_trees)
-        bucket = Bucket(num_tokens, num_segments, min(query_size, num_tokens), num_pages, has_trees)
+        has_few_rows = len(row.rows) <= _FEW_ROWS < num_tokens
+        bucket = Bucket(
+            num_tokens, num_segments, min(query_size, num_tokens), num_pages, has_trees, has_few_rows
+        )
         return bucket if self._allows(bucket) else None
 
     @property
@@ -91,14 +103,18 @@ class Buckets:
         return Bucket(size, size, size, self.max_pages)
 
     def single_stream(self) -> list[Bucket]:
-        """The buckets of a single stream: decoding, and verifying up to 15 draft tokens."""
+        """The buckets of a single stream: prompts, verifying up to 15 draft tokens, and decoding."""
         if self.batch_invariant:
             return [self.invariant]
-        num_pages = self._pages_for(1, gathers=self.gathers)
-        return [
-            Bucket(num_tokens, 1, min(num_tokens, max_query), num_pages)
-            for num_tokens, max_query in ((16, 64), (8, 8), (4, 8), (2, 8), (1, 1))
-        ]
+        found = []
+        for num_tokens in (512, 384, 256, 192, 128, 96, 64, 32, 16, 8, 4, 2, 1):
+            most_pages = -(-num_tokens // self.page_size)
+            if most_pages <= self.max_pages:
+                num_pages = self._pages_for(most_pages, gathers=self.gathers)
+                query_size = min(num_tokens, _at_least(QUERY_SIZES, num_tokens) or num_tokens)
+                has_few_rows = num_tokens > _FEW_ROWS
+                found.append(Bucket(num_tokens, 1, query_size, num_pages, has_few_rows=has_few_rows))
+        return [bucket for bucket in found if self._allows(bucket)]
 
     def allows_invariance(self) -> bool:
         """Whether the invariant bucket is small enough for attention that copies keys."""
@@ -128,7 +144,8 @@ class _Parts:
     def __init__(self, block: Tensor, bucket: Bucket) -> None:
         num_lines, num_segments = _num_lines(bucket), bucket.num_segments
         lines = block[: num_lines * bucket.num_tokens].view(num_lines, -1)
-        self.token_ids, self.positions, self.slots, self.rows = lines[:4]
+        self.token_ids, self.positions, self.slots = lines[:3]
+        self.rows = lines[3][: bucket.num_rows]
         self.words = lines[4] if bucket.has_trees else None
         tables = block[num_lines * bucket.num_tokens :].view(torch.int32)
         ends = np.cumsum([num_segments + 1, num_segments, num_segments * bucket.num_pages]).tolist()
@@ -154,15 +171,19 @@ class StepInputs:
     Attributes:
         bucket: its size.
         on_device: the parts as the model reads them, at fixed addresses.
+        scratch_slot: where padding tokens are written.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, scratch_slot: int) -> None:
         self.bucket = bucket
-        self._scratch_slot = scratch_slot
+        self.scratch_slot = scratch_slot
         is_cuda, size = device.type == "cuda", _Parts.size(bucket)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._on_host = _Parts(self._host, bucket)
+        host = _Parts(self._host, bucket)
+        self._lines = [part.numpy() for part in (host.token_ids, host.positions, host.slots, host.rows)]
+        self._words = None if host.words is None else host.words.numpy()
+        self._tables = [part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)]
         self.on_device = _Parts(self._device, bucket)
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -177,29 +198,21 @@ class StepInputs:
             self._copied.record()
 
     def _fill_tokens(self, row: Batch | None) -> int:
-        host, num_tokens = self._on_host, len(row.token_ids) if row else 0
-        for part, filling in (
-            (host.token_ids, 0),
-            (host.positions, 0),
-            (host.slots, self._scratch_slot),
-            (host.rows, 0),
-        ):
-            part.numpy()[:] = filling
-        if row is not None:
-            host.token_ids.numpy()[:num_tokens] = row.token_ids
-            host.positions.numpy()[:num_tokens] = row.positions
-            host.slots.numpy()[:num_tokens] = row.slots
-            host.rows.numpy()[: len(row.rows)] = row.rows
+        token_ids, positions, slots, rows = self._lines
+        if row is None:
+            token_ids[:], positions[:], slots[:], rows[:] = 0, 0, self.scratch_slot, 0
+            return 0
+        num_tokens = len(row.token_ids)
+        token_ids[:num_tokens], token_ids[num_tokens:] = row.token_ids, 0
+        positions[:num_tokens], positions[num_tokens:] = row.positions, 0
+        slots[:num_tokens], slots[num_tokens:] = row.slots, self.scratch_slot
+        rows[: len(row.rows)], rows[len(row.rows) :] = row.rows, 0
         return num_tokens
 
     def _fill_segments(self, segments: Segments, num_tokens: int) -> None:
-        host, num = self._on_host, len(segments)
-        offsets, cache_lens, pages = (
-            part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)
-        )
-        if host.words is not None:
-            words = host.words.numpy()
-            words[:num_tokens], words[num_tokens:] = segments.words(), 0
+        (offsets, cache_lens, pages), num = self._tables, len(segments)
+        if self._words is not None:
+            self._words[:num_tokens], self._words[num_tokens:] = segments.words(), 0
         offsets[: num + 1] = segments.query_offsets
         offsets[num + 1 :] = num_tokens
         cache_lens[:num] = segments.cache_lens

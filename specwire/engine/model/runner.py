@@ -25,12 +25,18 @@ from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.layers.blocks import Blocks
-from specwire.engine.model.graphs import CudaReplay, PaddedSteps, Replay
+from specwire.engine.model.chains import ChainSteps, Choice
+from specwire.engine.model.compiled import CompiledLayers
+from specwire.engine.model.graphs import PaddedSteps
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
 from specwire.engine.model.states import States
 from specwire.engine.model.tokenwise import TokenwiseBatch
+from specwire.engine.private import end_compilers
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
+from specwire.rule.captured import CudaReplay, Replay
+from specwire.rule.choices import CHOICES
+from specwire.rule.columns import GUMBEL
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
 
@@ -58,6 +64,7 @@ class ModelRunner:
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
             other rows, and of whether it was decoded, verified or prefilled. A CPU needs no replay.
         shows_states: return the hidden state behind each row of logits too, beside it.
+        compiles: have torch's compiler fuse the layers when warming up.
 
     Raises:
         ModelLoadError: the model's attention cannot be served by the engine.
@@ -84,6 +91,7 @@ class ModelRunner:
         replay: Replay | None = None,
         batch_invariant: bool = False,
         shows_states: bool = False,
+        compiles: bool = False,
     ) -> None:
         self.model = model.eval()
         self.device: torch.device = model.device
@@ -113,10 +121,16 @@ class ModelRunner:
         has_scratch = replay is not None or batch_invariant
         num_slots = (num_pages + has_scratch) * page_size  # the last page is scratch
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
-        self._replay = replay
+        self._replay, self._compiles = replay, compiles
         self._padded = (
             self._make_padded(replay, self._run_padded, batch_invariant=batch_invariant) if replay else None
         )
+        self._chains: ChainSteps | None = None
+        if replay and self._padded is not None and not (batch_invariant or shows_states):
+            scratch_slot = num_pages * page_size
+            self._chains = ChainSteps(
+                self._run_padded, self._padded.buckets, replay, self.device, scratch_slot
+            )
         self._padded_without: dict[tuple[Block, ...], PaddedSteps] = {}
 
     def _make_padded(
@@ -144,6 +158,8 @@ class ModelRunner:
         Raises:
             ModelLoadError: batch invariance was requested, and does not hold.
         """
+        if self._compiles:
+            self._compile()
         if self._padded is not None:
             self._warm_padded()
         if self._batch_invariant and not self._is_invariant():
@@ -151,6 +167,40 @@ class ModelRunner:
                 "--batch-invariant: a token's logits depend on the tokens beside it, whatever the passes' "
                 "size (experts, or kernels that are not deterministic)"
             )
+
+    def _compile(self) -> None:
+        """Compile the layers, unless that fails or changes what they compute."""
+        expected = self._trial()
+        try:
+            layers = CompiledLayers(self.model, [*self._layers])
+        except ModelLoadError as error:
+            log.info("layers are not compiled: %s", error)
+            return
+        try:
+            difference = relative_error(self._trial(), expected)
+            problem = f"logits differ by {difference:.2g} of their spread"
+        except Exception as failure:
+            difference = float("inf")
+            problem = str(failure).strip().partition("\n")[0] or type(failure).__name__
+        if not difference <= _REPLAY_TOLERANCE:
+            layers.undo()
+            log.warning("layers are not compiled: %s", problem)
+        end_compilers()
+
+    def _trial(self) -> Tensor:
+        """Logits of some tokens, as they are without replay: of one alone, and of some at once."""
+        tokens = np.linspace(0, self.num_embeddings - 1, self._num_tried).astype(np.int64)
+        found = []
+        with self.new_sequence() as cache:
+            for some in (tokens[:1], tokens):
+                cache.truncate(0)
+                with self._packer.packed([Feed(cache, some, len(some))]) as batch:
+                    found.append(self._run_packed(batch).float())
+        return torch.cat(found)
+
+    @property
+    def _num_tried(self) -> int:
+        return min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
 
     def _warm_padded(self) -> None:
         assert self._padded is not None
@@ -182,21 +232,17 @@ class ModelRunner:
 
     def stop_replaying(self) -> None:
         """Run steps eagerly from now on."""
-        self._replay = None
+        self._replay = self._chains = None
         for steps in (self._padded, *self._padded_without.values()):
             if steps is not None:
                 steps.stop_replaying()
 
     def _replay_error(self) -> float:
         """Error of a replayed step's logits, relative to the same step run eagerly."""
-        num_tokens = min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
-        tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
+        tokens = np.linspace(0, self.num_embeddings - 1, self._num_tried).astype(np.int64)
         with self.new_sequence() as cache:
-            replayed = self.forward([Feed(cache, tokens, num_tokens)])
-            cache.truncate(0)
-            with self._packer.packed([Feed(cache, tokens, num_tokens)]) as batch:
-                plain = self._run_packed(batch)
-        return relative_error(replayed, plain.float())
+            replayed = self.forward([Feed(cache, tokens, len(tokens))])
+        return relative_error(replayed, self._trial()[1:])
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
@@ -253,6 +299,50 @@ class ModelRunner:
             return torch.empty(0, self.vocab_size)
         with self._packer.packed(feeds) as batch:
             return self.compute(batch)
+
+    @torch.inference_mode()
+    def decode(
+        self, caches: Sequence[SequenceCache], logits: Tensor, choice: Choice
+    ) -> tuple[Tensor, ...] | None:
+        """Decode some tokens of each sequence, all on the device; all but the last are appended to its cache.
+
+        Args:
+            caches: sequences of this runner.
+            logits, choice: see `ChainSteps.run`; at least two steps.
+
+        Returns:
+            See there; None where passes are not captured, and nothing was appended.
+
+        Raises:
+            ContextLengthError, ResourceExhaustedError: as `forward`.
+        """
+        if self._chains is None:
+            return None
+        lengths = [cache.length for cache in caches]
+        token_ids = [0] * (len(choice.columns[0]) - 1)
+        with self._packer.packed([Feed(cache, token_ids, 0) for cache in caches]) as batch:
+            self._copy(batch)
+            found = self._chains.run(batch, logits, choice)
+        if found is None:
+            for cache, length in zip(caches, lengths, strict=True):
+                cache.truncate(length)
+        return found
+
+    @torch.inference_mode()
+    def warm_chains(self) -> None:
+        """Capture the steps of a single stream's chains, so that its first ones need not wait for that."""
+        for kind, function in CHOICES.items() if self._chains is not None else ():
+            width = 2 if self.context_len is None else min(2, self.context_len)
+            if kind.is_cut or width < 2 or self.pool.num_pages < 1:
+                continue
+            columns = [torch.ones((width, 1, 4), device=self.device)]
+            if kind.matched == GUMBEL:
+                columns.append(torch.zeros((width, 1, self.vocab_size), device=self.device))
+            elif not kind.matched:
+                columns.append(torch.zeros((width, 1), dtype=torch.float64, device=self.device))
+            logits = torch.zeros((1, self.vocab_size), device=self.device)
+            with self.new_sequence() as cache:
+                self.decode([cache], logits, Choice(function, columns))
 
     @torch.inference_mode()
     def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:

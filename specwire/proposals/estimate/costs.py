@@ -71,6 +71,8 @@ class CostModel:
         self._num_added += 1
         sample = self._samples.get(key)
         if sample is None:
+            if self._assumed:  # what is done for the first time, such as capturing a pass, is an outlier too
+                cost = min(cost, _MAX_JUMP * max(1.0, self.predict(features)))
             self._samples[key] = _Sample(features, cost, self._num_added)
         else:
             sample.add(features, cost, self._num_added)

@@ -1,0 +1,101 @@
+"""Chains that are chosen on the device are those that the host would have chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from specwire import Rule, SamplingParams
+from specwire.engine import models
+from specwire.engine.model.runner import ModelRunner
+from specwire.rule.captured import EagerReplay
+from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.pairs import save_good_draft, save_target
+from tests.support.together import generated
+
+PROMPT = [5, 9, 11, 2, 7, 4]
+BASE = SamplingParams(max_tokens=48, seed=3, ignore_eos=True, num_draft_tokens=5)
+CASES = {
+    "greedy": replace(BASE, temperature=0),
+    "gumbel": replace(BASE, rule=Rule.GUMBEL, temperature=0.7),
+    "gumbel, cut": replace(BASE, rule=Rule.GUMBEL, temperature=1.1, top_p=0.9, top_k=20, min_p=0.02),
+    "rejection": replace(BASE, rule=Rule.REJECTION),
+    "rejection, cut": replace(BASE, rule=Rule.REJECTION, top_p=0.8),
+    "block": replace(BASE, rule=Rule.BLOCK, temperature=0.8),
+}
+
+
+class Stacks(NamedTuple):
+    """The same pair, drafted for on the host and on the device, and the device's runner of the draft."""
+
+    host: LocalStack
+    device: LocalStack
+    drafting: ModelRunner
+
+
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
+    """The device is a CPU that runs captured steps again and again."""
+    directory = tmp_path_factory.mktemp("pair")
+    target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
+    options = {"draft_model": str(draft)}
+    with ExitStack() as stack:
+        host = stack.enter_context(local_stack(target, verify_options=options))
+        services = stack.enter_context(started_services())
+        with mock.patch.object(models, "make_replay", return_value=EagerReplay()):
+            device = stack.enter_context(local_stack(target, verify_options=options))
+        runner: Any = services["verify"].runner
+        yield Stacks(host, device, runner.drafting)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_chains(stacks: Stacks, case: str) -> None:
+    assert stacks.drafting._chains is not None
+    before = len(stacks.drafting._chains._loops)
+    ours, theirs = (
+        each.client.generate(params=CASES[case], prompt_token_ids=PROMPT)
+        for each in (stacks.device, stacks.host)
+    )
+    assert ours.token_ids == theirs.token_ids
+    assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram
+    assert ours.speculation.acceptance_histogram[-1] > 0, "whole chains are accepted"
+    assert len(stacks.drafting._chains._loops) > before or case == "block"
+
+
+def test_kinds_and_lengths_together(stacks: Stacks) -> None:
+    """Those of a kind in one loop, however long each may be; trees and edited rows on the host."""
+    others = [
+        replace(CASES["greedy"], num_draft_tokens=2),
+        replace(CASES["gumbel"], num_draft_tokens=12, max_depth=4),
+        replace(CASES["greedy"], repetition_penalty=1.3),
+        replace(CASES["gumbel"], num_draft_tokens=1),
+    ]
+    params = [*CASES.values(), *others]
+    together = generated(stacks.device.address, params, PROMPT)
+    for done, each in zip(together, params, strict=True):
+        if each.matches_tokens:
+            assert (
+                done.token_ids == stacks.host.client.generate(params=each, prompt_token_ids=PROMPT).token_ids
+            )
+    stacks.device.assert_idle_within(5.0)
+
+
+def test_a_loop_that_cannot_be_captured(stacks: Stacks, caplog: pytest.LogCaptureFixture) -> None:
+    """The host goes on in its place, with the sequences as they were."""
+    chains = stacks.drafting._chains
+    assert chains is not None
+    with (
+        mock.patch.object(chains, "_loops", {}),
+        mock.patch.object(chains, "_replay", mock.Mock(capture=mock.Mock(side_effect=RuntimeError("no")))),
+    ):
+        ours = stacks.device.client.generate(params=CASES["gumbel"], prompt_token_ids=PROMPT)
+    theirs = stacks.host.client.generate(params=CASES["gumbel"], prompt_token_ids=PROMPT)
+    assert ours.token_ids == theirs.token_ids
+    assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram
+    assert "not chosen on the device: no" in caplog.text
+    stacks.drafting.pool.check_integrity()
