@@ -78,7 +78,7 @@ class AsyncClient:
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
         self._tracer = tracer
-        self._endpoints = Endpoints([Endpoint(each, self._open_channel) for each in self._addresses])
+        self._endpoints = Endpoints([Endpoint(each, self._open_channel) for each in self._addresses], retry)
         self._streams: set[AsyncStream] = set()
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
