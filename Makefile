@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tools tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow suites peers train clean
+.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow test-cluster suites peers train clean
 
 demo: $(VENV)/demo
 	@$(BIN)/specwire demo
@@ -168,6 +168,10 @@ slow: export OMP_NUM_THREADS = 1
 slow: setup suites
 	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "slow and not serial"; parallel=$$?; \
 	$(PYTEST) -m "slow and serial" && exit $$parallel
+
+# On the cluster that KUBECONFIG points at, with our image under the name in CLUSTER_IMAGE: 20 minutes on two cores.
+test-cluster: setup
+	$(PYTEST) -rA -x -m cluster tests/cluster
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.
 train: setup

@@ -58,7 +58,7 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         files = await _tokenizer_files(config, verify)
         loaded = _load_tokenizer(config, files, verify.info.name)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-        server = Server(config, [name], shares_port=config.workers > 1)
+        server = Server(config, [name], serves_clients=True, shares_port=config.workers > 1)
         servicer = GenerationServicer(config, verify, draft, loaded, tracer, files=files)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         await stack.enter_async_context(endpoint.serving(config, [servicer.metrics()], tracer, "coordinator"))

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from coordinator.cost import Cost
+from coordinator.cost import CallOutcome, Cost
 from specwire.core import Proposal
 from specwire.errors import (
     RequestCancelledError,
@@ -105,5 +105,7 @@ def describe(span: Span, proposal: Proposal, cost: Cost) -> None:
                 names.FORWARD_MS: cost.forward_ns / 1e6,
                 names.HANDLING_MS: cost.handling_ns / 1e6,
                 names.NETWORK_MS: cost.network_ns / 1e6,
+                # Else the service's span may end after this one.
+                names.AWAITED: cost.outcome is not CallOutcome.TIMED_OUT,
             }
         )

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent.end_with_it()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
+        if os.getpid() == 1:  # without its handlers signals would be ignored; the service unblocks them
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
     args = argparse.Namespace()
     try:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from specwire.client.resume import as_addresses
-from specwire.config.fields import split_address
+from specwire.config.fields import split_addresses
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError
 from specwire.telemetry.propagation import REQUEST_ID, W3C, TraceContext
@@ -32,7 +32,7 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
         try:
             if not isinstance(each, str):
                 raise ConfigError
-            split_address("address", each)
+            split_addresses("address", each)
         except ConfigError:
             raise InvalidRequestError("address", each, f"is not HOST:PORT{_hint(each)}") from None
     return found

@@ -48,7 +48,8 @@ class AsyncClient:
 
     Args:
         address: `HOST:PORT` of the coordinator; or of several that serve the same models, as a sequence or
-            separated by commas. The one that served last is tried first, initially the first.
+            separated by commas. The one that served last is tried first, initially the first. All addresses
+            of `dns:///NAME:PORT` take requests in turn.
         timeout_s: deadline of a whole generation, in seconds, unless a call says otherwise.
         retry: what to do when a coordinator is lost, or refuses a request.
         tls: TLS settings; None for plaintext.
@@ -77,11 +78,13 @@ class AsyncClient:
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
         self._tracer = tracer
-        self._endpoints = Endpoints([Endpoint(each, self._open_channel) for each in self._addresses])
+        self._endpoints = Endpoints([Endpoint(each, self._open_channel) for each in self._addresses], retry)
         self._streams: set[AsyncStream] = set()
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
-        return channel.open_channel(address, credentials=self._credentials, is_shared=False)
+        return channel.open_channel(
+            address, credentials=self._credentials, keepalive=channel.TOWARDS_CLIENTS, is_shared=False
+        )
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from specwire.client.resume import NotServedError, combined_error, may_serve_elsewhere
+from specwire.client.resume import NotServedError, RetryPolicy, combined_error, may_serve_elsewhere
 from specwire.errors import (
     InvalidRequestError,
     RequestCancelledError,
     ResourceExhaustedError,
+    ServiceDrainingError,
     ServiceUnavailableError,
     SpecwireError,
     StreamIdleError,
@@ -99,8 +100,9 @@ class Endpoints:
         preferred: index of the one that served last, which is tried first.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], retry: RetryPolicy) -> None:
         self._endpoints = endpoints
+        self._retry = retry
         self.preferred = 0
 
     def __len__(self) -> int:
@@ -112,12 +114,25 @@ class Endpoints:
     async def unary(
         self, method: str, request: Any, timeout_s: float, metadata: Sequence[tuple[str, str]] = ()
     ) -> Any:
-        """The response of the first that serves the call, within a timeout for all of them.
+        """The response of the first that serves the call, within a timeout for all of them. Where one of them
+        shuts down, another one may take its place: they are asked again, within the patience.
 
         Raises:
             SpecwireError: none serves it.
         """
-        ends_s = asyncio.get_running_loop().time() + timeout_s
+        now_s = asyncio.get_running_loop().time()
+        ends_s, until_s = now_s + timeout_s, now_s + min(timeout_s, self._retry.patience_s)
+        while True:
+            try:
+                return await self._unary_once(method, request, ends_s, metadata)
+            except ServiceDrainingError:
+                if asyncio.get_running_loop().time() + self._retry.pause_s >= until_s:
+                    raise
+            await asyncio.sleep(self._retry.pause_s)
+
+    async def _unary_once(
+        self, method: str, request: Any, ends_s: float, metadata: Sequence[tuple[str, str]]
+    ) -> Any:
         refusals: list[NotServedError] = []
         for i in range(len(self)):
             index = (self.preferred + i) % len(self)

@@ -44,8 +44,8 @@ class RetryPolicy:
     """Longest search for a coordinator that is lost, or shuts down, in seconds; never beyond the generation's
     deadline."""
     max_resumes: int = 5
-    """How often one generation may be resumed after a loss: one that crashes every coordinator must not reach
-    all of them. An idle stream is no loss."""
+    """How often in a row a generation may be resumed after losses without a further token: one that crashes
+    every coordinator must not reach all of them. An idle stream is no loss; 0 resumes after none."""
     pause_s: float = 0.1
     """Pause after trying all addresses, in seconds; doubles each time, up to ten times as much."""
     wait_when_full: bool = False

@@ -152,7 +152,9 @@ class AsyncStream:
         self._ends_s = asyncio.get_running_loop().time() + timeout_s
         self._metadata = metadata
         self._progress = ReceivedTokens(request)
-        self._num_resumes = self._num_idle = 0
+        self._num_resumes = 0
+        self._num_futile = 0  # losses in a row without a further token
+        self._num_tokens_before = 0
         self._cancelled = asyncio.Event()
         self._completion: Completion | None = None
         self._open(endpoints.preferred)
@@ -254,10 +256,12 @@ class AsyncStream:
             may_come = refusal.is_draining or was_there
             return _Need.START, self._search(refusal, until_s if may_come else -math.inf)
         was_idle = isinstance(refusal.error, StreamIdleError)
-        self._num_idle += was_idle
-        may_resume = was_idle or self._num_resumes - self._num_idle < self._retry.max_resumes
+        if len(self._progress.tokens) > self._num_tokens_before:
+            self._num_futile, self._num_tokens_before = 0, len(self._progress.tokens)
+        may_resume = was_idle or self._num_futile < self._retry.max_resumes
         if not (self._retry.resume and may_resume):
             raise self._progress.lost(refusal.error) from None
+        self._num_futile += not was_idle
         return _Need.RESUME, self._search(refusal, until_s)
 
     def _search(self, refusal: NotServedError, until_s: float) -> Search:

@@ -15,6 +15,7 @@ from specwire.config.fields import (
     check,
     check_address,
     check_addresses,
+    check_amount,
     check_duration,
     check_origins,
     check_pair,
@@ -36,7 +37,7 @@ class ConnectionConfig(PlaintextConfig):
 
     server: str = option(
         "127.0.0.1:7070",
-        "HOST:PORT of the coordinator; several are separated by commas",
+        "HOST:PORT of the coordinator, or dns:///NAME:PORT of several; further ones after commas",
         check=check_addresses,
     )
     tls: bool = option(False, "use TLS; implied by --tls-ca, --client-cert and --server-name")
@@ -121,6 +122,9 @@ class HttpConfig(ConnectionConfig, ApiConfig, CertificateConfig, ServerConfig):
     )
     tokenizer: str = option("", "directory or hub id of the tokenizer; empty asks the coordinator")
     timeout_s: float = option(600.0, "deadline of a whole generation, in seconds", check=check_duration)
+    patience_s: float = option(
+        10.0, "longest search for a coordinator that is lost or shuts down, in seconds", check=check_amount
+    )
     max_body_bytes: int = option(
         8 << 20, "largest request body, in bytes; prompts count once for each choice", check=at_least(1)
     )

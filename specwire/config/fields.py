@@ -127,9 +127,9 @@ def check_address(name: str, address: str) -> None:
 
 
 def check_addresses(name: str, addresses: str) -> None:
-    """`HOST:PORT` of one or several, separated by commas."""
+    """`HOST:PORT` or `dns:///NAME:PORT`, or several separated by commas."""
     for address in addresses.split(","):
-        split_address(name, address.strip())
+        split_addresses(name, address)
 
 
 SERVER_TLS = "give --tls-cert and --tls-key"
@@ -142,7 +142,7 @@ def check_plaintext(name: str, address: str, *, allowed: bool, remedy: str) -> N
     Args:
         remedy: what gives it TLS.
     """
-    host, _ = split_address(name, address)
+    host, _ = split_address(name, address.removeprefix(DNS))
     problem = f"would be plaintext beyond this machine; {remedy}, or --allow-plaintext"
     check(allowed or is_loopback(host), name, address, problem)
 

@@ -34,7 +34,7 @@ _GROUPS = {
     ),
     "connections": (
         *("server", "verify_address", "draft_address", "timeout_s", "connect_timeout_s"),
-        *("failover_timeout_s", "rtt_ms", "jitter_ms", "bandwidth_mbps"),
+        *("failover_timeout_s", "patience_s", "rtt_ms", "jitter_ms", "bandwidth_mbps"),
     ),
     "security": (
         *("api_key", "tokens", "tls_cert", "tls_key", "tls_client_ca", "allow_plaintext", "tls", "tls_ca"),

@@ -2,6 +2,10 @@
 
 Bounded are the number of connections, the wait for a request, and the wait for a client that does not read
 its response. And a client that half-closes its connection still gets its response.
+
+A client that sends a request over a connection while this end closes it cannot know whether the request was
+served. So clients close them: this end waits for longer than they keep one, and before it shuts down it asks
+them to, by `Connection: close` in every response.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import time
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specwire.rpc import descriptors
@@ -21,6 +27,11 @@ log = logging.getLogger(__name__)
 
 _REQUEST_S = 10.0
 """Longest wait for a request, and for the rest of one that is answered before its end."""
+KEEP_ALIVE_S = 75.0
+"""Longest wait for a further request. Clients and balancers wait for 60 s or less by default (httpx: 5)."""
+_CLOSING_S = 6.0
+"""Longest wait, before a shutdown, for clients to close idle connections: httpx does so after 5 s."""
+_POLL_S = 0.05
 _MAX_CONNECTIONS = 4096
 """Over three times the default capacity of a coordinator (256 running, 1,024 waiting generations)."""
 _MAX_ACCEPTED = 32
@@ -61,11 +72,33 @@ class Connections:
         self._limit = min(_MAX_CONNECTIONS, descriptors.max_connections() - descriptors.num_open())
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._num_open = 0
+        self._is_closing = False
         self._warned_s = -_QUIET_S
 
     def protocol(self, **options: Any) -> Connection:
         """A new connection, for uvicorn."""
         return Connection(self, **options)
+
+    def asking_to_close(self, app: ASGIApp) -> ASGIApp:
+        """The app, whose responses ask clients to close their connections after `closed_by_clients`."""
+
+        async def asking(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_asking(message: Message) -> None:
+                if self._is_closing and message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], CLOSE_HEADER]}
+                await send(message)
+
+            await app(scope, receive, send_asking)
+
+        return asking
+
+    async def closed_by_clients(self) -> None:
+        """Ask clients to close their connections, and wait until all without a request are closed, or for as
+        long as clients may keep one. New connections are served meanwhile."""
+        self._is_closing = True
+        ends_s = time.monotonic() + _CLOSING_S
+        while self._idle and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     def opened(self, connection: Connection) -> None:
         """Add a connection without a request; over the limit, close the one that is idle for longest."""
@@ -104,6 +137,7 @@ class Connection(H11Protocol):
         super().__init__(**options)
         self._connections = connections
         self._half_closed = False
+        self._is_kept = False
         self._waiting: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._probing: asyncio.TimerHandle | None = None
@@ -118,7 +152,7 @@ class Connection(H11Protocol):
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1)  # so that any unread data is noticed
-        self._await_request()
+        self._await_request(_REQUEST_S)
         self._connections.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -132,26 +166,31 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         super().data_received(data)
+        if self._is_kept and not self._has_request:  # a further request has begun
+            self._is_kept = False
+            self._await_request(_REQUEST_S)
         self._see_request()
 
     def on_response_complete(self) -> None:
         """A response is complete; the next request may have arrived already."""
         super().on_response_complete()
-        self._await_request()
+        self._is_kept = True
+        self._await_request(KEEP_ALIVE_S)
         self._see_request()
 
     # --- connections without a request
 
-    def _await_request(self) -> None:
+    def _await_request(self, timeout_s: float) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
-        self._waiting = self.loop.call_later(_REQUEST_S, self.transport.close)  # after all data is sent
+        self._waiting = self.loop.call_later(timeout_s, self.transport.close)  # after all data is sent
         self._connections.mark_idle(self)
 
     def _see_request(self) -> None:
         if self._has_request and self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+            self._is_kept = False
             self._connections.mark_busy(self)
         elif self._half_closed and not self._has_request:
             self.transport.close()

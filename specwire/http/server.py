@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
-from specwire import AsyncClient
+from specwire import AsyncClient, RetryPolicy
 from specwire.config.client import HttpConfig
 from specwire.config.fields import split_address
 from specwire.config.security.reloading import ReloadingFile
 from specwire.config.security.tls import read_pair
 from specwire.errors import ConfigError
 from specwire.http.app import Front
-from specwire.http.connections import Connections, ListeningSocket
+from specwire.http.connections import KEEP_ALIVE_S, Connections, ListeningSocket
 from specwire.telemetry import tracing
 
 log = logging.getLogger(__name__)
@@ -46,29 +46,37 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
     client = AsyncClient(
         config.server,
         timeout_s=config.timeout_s,
+        retry=RetryPolicy(patience_s=config.patience_s),
         tls=config.server_tls,
         allow_plaintext=config.allow_plaintext,
         tracer=tracer,
     )
     async with client:
-        server = _Server(_settings(config, Front(client, config, tracer)))
+        connections = Connections(config.idle_timeout_s)
+        server = _Server(_settings(config, Front(client, config, tracer), connections))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:
             yield f"{host}:{listening.getsockname()[1]}"
         finally:
-            server.should_exit = True
-            await _drain(server, running, client, config.grace_s)
+            await _drain(server, connections, running, client, config.grace_s)
             await asyncio.to_thread(tracer.shutdown)
 
 
 async def _drain(
-    server: uvicorn.Server, running: asyncio.Task[None], client: AsyncClient, grace_s: float
+    server: uvicorn.Server,
+    connections: Connections,
+    running: asyncio.Task[None],
+    client: AsyncClient,
+    grace_s: float,
 ) -> None:
-    """Wait for running requests. At the end of the grace period, or when cancelled, their generations are
-    cancelled: each response ends with its error."""
+    """Have clients close their connections, and wait for running requests. At the end of the grace period, or
+    when cancelled, their generations are cancelled: each response ends with its error."""
     with contextlib.suppress(TimeoutError, asyncio.CancelledError):
         async with asyncio.timeout(grace_s):
+            await connections.closed_by_clients()
+            server.should_exit = True
             await asyncio.shield(running)
+    server.should_exit = True
     if not running.done():
         await client.close()
         await asyncio.wait([running], timeout=_LAST_EVENTS_S)
@@ -84,11 +92,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _settings(config: HttpConfig, front: Front) -> uvicorn.Config:
+def _settings(config: HttpConfig, front: Front, connections: Connections) -> uvicorn.Config:
     tls = _tls(config) if config.tls_cert else None
     settings = uvicorn.Config(
-        front.app(),
-        http=Connections(config.idle_timeout_s).protocol,  # type: ignore[arg-type]
+        connections.asking_to_close(front.app()),
+        http=connections.protocol,  # type: ignore[arg-type]
+        timeout_keep_alive=int(KEEP_ALIVE_S),
         ws="none",
         lifespan="off",
         log_config=None,

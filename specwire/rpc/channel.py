@@ -9,23 +9,42 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from specwire.config.fields import DNS
 from specwire.config.security.tls import PLAINTEXT, CredentialBundle, Credentials
 
 _LONGEST_CALL_S = 7 * 24 * 3600.0
 
-# A silent partition is noticed by pings: after one second without traffic, and one more without an answer.
-KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 1_000),
-    ("grpc.keepalive_timeout_ms", 1_000),
-    # A bandwidth ping of gRPC that is in flight when the connection goes silent replaces ours, and times
-    # out after a minute by default.
-    ("grpc.http2.ping_timeout_ms", 2_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
-_CONNECT_TIMEOUT_MS = 5_000
-
 Options = Sequence[tuple[str, Any]]
+
+
+def _keepalive(quiet_ms: int, answer_ms: int, ping_ms: int) -> Options:
+    """Options that notice a silent peer by a ping.
+
+    Args:
+        quiet_ms: without traffic before the ping.
+        answer_ms: without an answer after it; any data that arrives is one. Also gRPC's TCP_USER_TIMEOUT.
+        ping_ms: without an answer to a bandwidth ping of gRPC, which replaces ours if it is in flight when
+            the connection goes silent, and times out after a minute by default.
+    """
+    return [
+        ("grpc.keepalive_time_ms", quiet_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.ping_timeout_ms", ping_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+BETWEEN_SERVICES = _keepalive(1_000, 1_000, 2_000)
+TOWARDS_CLIENTS = _keepalive(10_000, 10_000, 10_000)
+"""On both ends: a client that gets little processor time, or is stopped for seconds, is not lost."""
+_CONNECT_TIMEOUT_MS = 5_000
+_ROUND_ROBIN = [
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    # gRPC resolves again when a connection ends, at most every 30 s by default: too seldom for a rolling
+    # restart, where the only address that is left may be new.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+]
 
 
 def open_channel(
@@ -33,11 +52,14 @@ def open_channel(
     max_message_bytes: int = 64 << 20,
     *,
     credentials: Credentials = PLAINTEXT,
+    keepalive: Options = BETWEEN_SERVICES,
     is_shared: bool = True,
 ) -> grpc.aio.Channel:
-    """A channel to HOST:PORT that detects a silent peer within about two seconds.
+    """A channel to HOST:PORT, or to all addresses of `dns:///NAME:PORT`, which take calls in turn.
 
     Args:
+        keepalive: how it detects a silent peer: `BETWEEN_SERVICES` within two seconds, `TOWARDS_CLIENTS`
+            within twenty.
         is_shared: whether it may share its connection with equal channels of this process.
 
     Raises:
@@ -52,7 +74,8 @@ def open_channel(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.use_local_subchannel_pool", int(not is_shared)),
-        *KEEPALIVE,
+        *keepalive,
+        *(_ROUND_ROBIN if address.startswith(DNS) else ()),
     ]
     return _open(address, options, credentials)
 

@@ -151,6 +151,7 @@ def run_service(
     add_flags(parser, kind)
     args = parser.parse_args(argv)
     end_at_once_by_signals(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # see specwire.cli.main
     parent.end_with_it()
     stacks.show_on_signal()
     try:

@@ -18,7 +18,7 @@ from specwire.config.security.bearer import Tokens
 from specwire.config.services import ServiceConfig
 from specwire.errors import ConfigError, SpecwireError
 from specwire.rpc import descriptors, listening
-from specwire.rpc.channel import KEEPALIVE
+from specwire.rpc.channel import BETWEEN_SERVICES, TOWARDS_CLIENTS
 from specwire.rpc.draining import Drain
 from specwire.rpc.interceptor import NUM_PASSING_STREAMS, Interceptor
 from specwire.rpc.statuses import to_status
@@ -37,6 +37,9 @@ _PERMIT_KEEPALIVE = [
 _MAX_STREAMS_OF_A_CONNECTION = 8_192
 _MIN_PENDING = 1_000  # gRPC's own default
 _MAX_METADATA_BYTES = 16 << 10
+# Behind a balancer of connections a client stays with one coordinator for as long as its connection lasts. At
+# this age, more or less a tenth, gRPC asks for another one for new calls; those that run stay on the old one.
+_CONNECTION_AGE_MS = 60_000
 _HANDSHAKE_TIMEOUT_MS = 10_000
 _LIMITS = [
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
@@ -54,11 +57,19 @@ class Server:
     """
 
     def __init__(
-        self, config: ServiceConfig, service_names: Sequence[str], *, shares_port: bool = False
+        self,
+        config: ServiceConfig,
+        service_names: Sequence[str],
+        *,
+        serves_clients: bool = False,
+        shares_port: bool = False,
     ) -> None:
         """Args:
+        serves_clients: whether its peers are clients rather than services: they may be slow to answer, and
+            their connections are renewed, so that a balancer can place them anew.
         shares_port: with processes that `listening.reserved` keeps it for.
         """
+        age = [("grpc.max_connection_age_ms", _CONNECTION_AGE_MS)] if serves_clients else []
         self._config = config
         self.drain = Drain()
         self._service_names = ["", *service_names]
@@ -67,7 +78,8 @@ class Server:
             ("grpc.so_reuseport", int(shares_port)),  # else a port in use must be an error
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            *KEEPALIVE,
+            *(TOWARDS_CLIENTS if serves_clients else BETWEEN_SERVICES),
+            *age,
             *_PERMIT_KEEPALIVE,
             *_LIMITS,
             *_pending_limits(config),

@@ -11,8 +11,9 @@ One trace a generation, over all three services (span, kind, who makes it, and a
       │                draft.prepared, outcome, source; links to the draft.prepare that made its proposal;
       │                events "draft lost" and "verify lost" with server.address and error.type
       ├ draft          CLIENT, coordinator, one for each attempt; base_len, num_draft_tokens, outcome,
-      │ │              request_bytes, response_bytes, num_cached_tokens, queue_ms, forward_ms, handling_ms,
-      │ │              network_ms; server.address and server.port
+      │ │              awaited (false: draft.serve may end later), request_bytes, response_bytes,
+      │ │              num_cached_tokens, queue_ms, forward_ms, handling_ms, network_ms; server.address and
+      │ │              server.port
       │ └ draft.serve  SERVER, draft service; base_len, batch_size, num_cached_tokens, queue_ms, forward_ms,
       │                handling_ms, ahead_ms
       └ verify         CLIENT, coordinator, one for each attempt; as draft

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from specwire.cli import main as cli
-from tests.support.manifest_rules import HEALTH_SERVICES, ROLES, problems
+from tests.support.manifest_rules import HEALTH_SERVICES, ROLES, problems, settings
 from tests.support.manifests import (
     COMPONENT,
     K8S,
@@ -65,6 +65,25 @@ def test_components_fit_every_overlay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pair", [*itertools.combinations(COMPONENTS, 2)], ids="+".join)
 def test_components_fit_each_other(pair: tuple[str, str], tmp_path: Path) -> None:
     assert problems(Manifests(composed(tmp_path, "local", pair))) == []
+
+
+def test_a_laptop_has_room_for_everything_and_one_pod_more(tmp_path: Path) -> None:
+    """Two cores, of which kind's own pods ask for 0.95."""
+    components = [name for name in COMPONENTS if name != "autoscaling"]  # which has two of each
+    manifests = Manifests(composed(tmp_path, "local", components))
+    asked = [(pod.replicas, _cores(pod.container["resources"]["requests"]["cpu"])) for pod in manifests.pods]
+    assert sum(num * cores for num, cores in asked) + max(cores for _, cores in asked) <= 1.05
+
+
+def _cores(quantity: str) -> float:
+    return float(quantity.removesuffix("m")) / (1000 if quantity.endswith("m") else 1)
+
+
+def test_waits_outlast_the_restart_of_a_container() -> None:
+    """With its model: 7 s were seen on two busy cores, and the kubelet waits 10 s before a second restart."""
+    for pod in rendered("http").services_pods:
+        name = {"coordinator": "failover_timeout_s", "http": "patience_s"}.get(pod.labels[COMPONENT])
+        assert name is None or getattr(settings(pod), name) >= 30.0
 
 
 def test_every_service_is_asked_for_its_own_health() -> None:
@@ -170,9 +189,10 @@ def probe_of_another_port(m: Manifests) -> None:
     _container(m, "draft")["readinessProbe"]["grpc"]["port"] = 7072
 
 
-@found_in("http", "--server coordinator:7071 is no Service's port")
+@found_in("http", "--server dns:///coordinator:7071 is no Service's port")
 def front_without_service(m: Manifests) -> None:
-    _change(_container(m, "http")["args"], "--server=coordinator:7070", "--server=coordinator:7071")
+    args = _container(m, "http")["args"]
+    _change(args, "--server=dns:///coordinator:7070", "--server=dns:///coordinator:7071")
 
 
 @found_in("local", "asks for specwire.v1.Draft and not for specwire.v1.DraftService")
@@ -248,9 +268,14 @@ def nothing_to_scale(m: Manifests) -> None:
 
 @found_in("gpu", "HorizontalPodAutoscaler coordinator: its target has no metric specwire_streams")
 def no_such_metric(m: Manifests) -> None:
-    m.of("HorizontalPodAutoscaler")["coordinator"]["spec"]["metrics"][0]["pods"]["metric"]["name"] = (
-        "specwire_streams"
-    )
+    (metric,) = m.of("HorizontalPodAutoscaler")["coordinator"]["spec"]["metrics"]
+    metric["object"]["metric"]["name"] = "specwire_streams"
+
+
+@found_in("gpu", "HorizontalPodAutoscaler coordinator: there is no Service coordinators")
+def metric_of_nothing(m: Manifests) -> None:
+    (metric,) = m.of("HorizontalPodAutoscaler")["coordinator"]["spec"]["metrics"]
+    metric["object"]["describedObject"]["name"] = "coordinators"
 
 
 @found_in("gpu", "each apply would reset the number of replicas")

@@ -127,8 +127,9 @@ CELLS = [
     (Cell("coordinator", "kill", "mid", 4.0), []),
     (Cell("coordinator", "kill", "before", 4.0), [SLOW]),
     (Cell("coordinator", "kill", "between", 4.0), [SLOW]),
-    (Cell("coordinator", "stop", "mid", 10.0), [SLOW]),
-    (Cell("coordinator", "cut", "mid", 10.0), [SLOW]),
+    # Clients wait for 20 s: a coordinator may just be busy.
+    (Cell("coordinator", "stop", "mid", 25.0), [SLOW]),
+    (Cell("coordinator", "cut", "mid", 25.0), [SLOW]),
     (Cell("coordinator", "drain", "mid", 1.0), [SLOW]),
     (Cell("coordinators", "kill", "mid", DEADLINE_S + 2.0, NO_COORDINATOR), [SLOW]),
     # An HTTP client cannot resume: what a front has begun ends with it, or is finished by it.

@@ -29,7 +29,7 @@ from specwire import (
 )
 from specwire.config.link import Link
 from specwire.core import ModelInfo
-from specwire.rpc import statuses
+from specwire.rpc import channel, statuses
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2
 from tests.support import texts
@@ -249,7 +249,10 @@ class TestClient:
         assert completion.usage.completion_tokens == 120
         assert (completion.seed, completion.rule) == (whole.seed, whole.rule)
 
-    def test_silence_is_noticed(self, stack: LocalStack, proxy: StackProxy) -> None:
+    def test_silence_is_noticed(
+        self, stack: LocalStack, proxy: StackProxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(channel, "TOWARDS_CLIENTS", channel.BETWEEN_SERVICES)  # 20 s otherwise
         whole = stack.client.generate(PROMPT, SEEDED)
         with Client(f"{proxy.address},{stack.address}") as client, client.stream(PROMPT, SEEDED) as stream:
             done = list(next(iter(stream)).tokens)
@@ -306,15 +309,21 @@ class TestClient:
             assert whole.text.startswith(error.text)
         assert isinstance(error, ServiceUnavailableError)
 
-    def test_so_many_times_and_no_more(self, stack: LocalStack, proxy: StackProxy) -> None:
+    def test_a_loss_after_progress_does_not_count(self, stack: LocalStack, proxy: StackProxy) -> None:
         retry = RetryPolicy(max_resumes=1)
         params = SamplingParams(max_tokens=400, ignore_eos=True, seed=7)
         with Client(proxy.address, retry=retry) as client, client.stream(PROMPT, params) as stream:
             next(iter(stream))
-            proxy.cut()
+            for num in (1, 2, 3):
+                proxy.cut()
+                while stream.num_resumes < num:  # what was on its way comes first
+                    next(iter(stream))
+
+    def test_none_allowed(self, stack: LocalStack, proxy: StackProxy) -> None:
+        params = SamplingParams(max_tokens=400, ignore_eos=True, seed=7)
+        never = RetryPolicy(max_resumes=0)
+        with Client(proxy.address, retry=never) as client, client.stream(PROMPT, params) as stream:
             next(iter(stream))
-            while not stream.num_resumes:  # what was on its way comes first
-                next(iter(stream))
             proxy.cut()
             with pytest.raises(GenerationLostError):
                 list(stream)

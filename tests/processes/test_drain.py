@@ -183,6 +183,13 @@ class TestSigterm:
             async with begun(client, 2) as streams:
                 await ask_to_end(ending)
                 balancer.to = split_address("to", other.address)
+                asked_s = time.monotonic()
+                balancer.to = split_address("to", ending.address)  # for a while, as with names that are kept
+                asking = asyncio.create_task(client.get_model_info())
+                await asyncio.sleep(0.3)
+                balancer.to = split_address("to", other.address)
+                await asking
+                assert time.monotonic() - asked_s < 5.0
                 new = [client.generate(params=params, prompt_token_ids=PROMPT) for _ in range(8)]
                 for done in await asyncio.gather(*new):
                     assert (done.usage.completion_tokens, done.num_resumes) == (4, 0)

@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -251,12 +252,56 @@ class TestText:
             assert httpx2.post(f"http://{address}{COMPLETIONS}", json=wanted, timeout=60).status_code == 503
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def answer_to_health(connection: socket.socket) -> bytes:
+    """Head and body, after which the connection is open."""
+    answer = b""
+    while not answer.endswith(b"}"):
+        answer += connection.recv(1 << 16)
+    return answer
+
+
 class TestConnections:
     def test_one_that_asks_for_nothing_ends(self, here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(connections, "_REQUEST_S", 0.2)
         with connected(here.address) as silent, connected(here.address) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\n")
             assert received(silent) == received(slow) == b""
+
+    def test_a_further_request_that_is_slow_ends(
+        self, here: Fronted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between requests a connection is kept; one that has begun must come."""
+        with connected(here.address) as kept, connected(here.address) as slow:
+            for connection in (kept, slow):
+                connection.sendall(HEALTH)
+                assert answer_to_health(connection).startswith(b"HTTP/1.1 200")
+            monkeypatch.setattr(connections, "_REQUEST_S", 0.2)
+            slow.sendall(b"GET /health HTTP/1.1\r\n")
+            assert received(slow) == b""
+            kept.sendall(HEALTH)
+            assert answer_to_health(kept).startswith(b"HTTP/1.1 200")
+
+    def test_before_the_end_clients_are_asked_to_close(self, quick: LocalStack) -> None:
+        """None is closed while its client may be sending a request."""
+        with (
+            ThreadPoolExecutor(1) as pool,
+            contextlib.ExitStack() as running,
+            contextlib.ExitStack() as clients,
+        ):
+            address = running.enter_context(front(quick.address, model_name="m", grace_s=30.0))
+            one, two = (clients.enter_context(connected(address)) for _ in range(2))
+            for connection in (one, two):
+                connection.sendall(HEALTH)
+                assert b"connection: close" not in answer_to_health(connection)
+            ending = pool.submit(running.close)
+            time.sleep(0.5)
+            for connection in (one, clients.enter_context(connected(address)), two):
+                connection.sendall(HEALTH)
+                assert b"\r\nconnection: close\r\n" in received(connection)
+            ending.result(2.0)
 
     @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"max_tokens": 400}])
     def test_a_client_that_half_closes_gets_its_answer(self, here: Fronted, fields: dict[str, Any]) -> None:
@@ -310,7 +355,7 @@ class TestUnreadResponses:
         self, quick: LocalStack, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It is larger than what the kernels hold of it, and its client takes longer than for a request."""
-        monkeypatch.setattr(connections, "_REQUEST_S", 0.1)
+        monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.1)
         with (
             front(quick.address, model_name="m") as address,
             connected(address, SO_RCVBUF=32 << 10) as connection,

@@ -245,6 +245,10 @@ def test_a_draft_that_is_cut_off_and_one_that_hangs() -> None:
     found = stages(hung)
     assert max((Stage.FAILOVER, Stage.DRAFT), key=lambda stage: found[stage]) in (Stage.FAILOVER, Stage.DRAFT)
     assert found[Stage.FAILOVER] + found[Stage.DRAFT] > 150, found
+    calls = [span.attributes for span in spans if span.name == "draft"]
+    late = [call.get("specwire.outcome") == "timed_out" for call in calls]
+    assert [call.get("specwire.awaited") is False for call in calls] == late
+    assert any(late), "its `draft.serve` would end after it"
     named = [event.name for span in spans for event in span.events if span.name == "round"]
     assert "draft lost" in named, "in a call, whose span has failed then, or between two"
 

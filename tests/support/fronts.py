@@ -31,7 +31,8 @@ def front(address: str, **options: Any) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         thread = LoopThread()
         stack.callback(thread.close)
-        config = HttpConfig(address="127.0.0.1:0", server=address, grace_s=0.0, **options)
+        options.setdefault("grace_s", 0.0)
+        config = HttpConfig(address="127.0.0.1:0", server=address, **options)
         yield stack.enter_context(thread.entered(lambda: server.serving(config)))
 
 

@@ -340,9 +340,13 @@ def measures(manifests: Manifests) -> Iterator[str]:
     for name, item in manifests.of("HorizontalPodAutoscaler").items():
         shown = {metric.name for metric in METRICS.get(item["spec"]["scaleTargetRef"]["name"], ())}
         for metric in item["spec"]["metrics"]:
-            wanted = metric["pods"]["metric"]["name"]
+            measured = metric[metric["type"].lower()]
+            wanted = measured["metric"]["name"]
             if wanted not in shown:
                 yield f"HorizontalPodAutoscaler {name}: its target has no metric {wanted}"
+            whose = measured.get("describedObject")
+            if whose is not None and whose["name"] not in manifests.of(whose["kind"]):
+                yield f"HorizontalPodAutoscaler {name}: there is no {whose['kind']} {whose['name']}"
 
 
 def _selectors(value: Any, where: str) -> Iterator[tuple[str, Object]]:

@@ -80,7 +80,7 @@ class Credentials:
             InvalidRequestError: the token would travel to `address` in plaintext.
         """
         exposed = (self.token or self.token_file) and self.tls is None and not self.allow_plaintext
-        if exposed and not is_loopback(address.rpartition(":")[0]):
+        if exposed and not is_loopback(address.removeprefix("dns:///").rpartition(":")[0]):
             problem = f"is not sent to {address} in plaintext; use TLS, or allow plaintext explicitly"
             raise InvalidRequestError("token", "set", problem)
 
