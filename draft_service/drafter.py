@@ -6,6 +6,7 @@ Knows no grpc.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,15 +18,18 @@ from draft_service.scores import SharedScores
 from draft_service.translation import Committed
 from draft_service.vocabulary import SharedVocabulary
 from specwire.config.services import DraftConfig
-from specwire.core import Proposal, num_in_common
-from specwire.engine.device import NO_DRAFTING
+from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, num_in_common
+from specwire.engine import chosen
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.device import NO_DRAFTING, Drafting
 from specwire.engine.jobs import Job
-from specwire.errors import InternalError
+from specwire.errors import InternalError, ResourceExhaustedError
+from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.calibration import NUM_RANKS
 from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
-from specwire.rule.choices import SHARPNESS
+from specwire.rule.choices import SHARPNESS, Kind
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import draw_supported, matched_scores, take_rows
@@ -301,6 +305,7 @@ class Question(NamedTuple):
         num_ranked: likeliest tokens wanted of each row.
         free: rows whose likeliest of all the draft's own tokens is wanted, too; or the likeliest of these.
         draws: of jobs with several chains, the row that the next token of each is drawn from, and its number.
+        chains: of jobs that are decoded on the device.
     """
 
     rows: Rows
@@ -308,6 +313,22 @@ class Question(NamedTuple):
     num_ranked: int
     free: Mapping[int, IntArray | None] = _NOTHING
     draws: Sequence[tuple[int, int]] = ()
+    chains: Chains | None = None
+
+
+class Chains(NamedTuple):
+    """Jobs of a step that all want some more tokens, chosen in one way.
+
+    Attributes:
+        caches: of their sequences.
+        num_steps: tokens that all of them want.
+        vocab_limit: see `DraftJob`.
+    """
+
+    kind: Kind
+    caches: Sequence[SequenceCache]
+    num_steps: int
+    vocab_limit: int
 
 
 class DraftDecider:
@@ -316,17 +337,22 @@ class DraftDecider:
     Of a draft with another vocabulary, the logits become scores of the target's tokens first. From there on
     all tokens are the target's: biases, penalties, noise, supports. So the draft samples from exactly the
     distribution that is sent.
-    """
 
-    drafting = NO_DRAFTING
+    Attributes:
+        runner: a `ModelRunner`, whose device decodes whole chains; None where the host chooses each token.
+        drafting: see `device.Decider`.
+    """
 
     def __init__(self, config: DraftConfig, shared: SharedVocabulary | None = None) -> None:
         """Args:
         shared: with the target, of a draft with another vocabulary.
         """
+        self.drafting = NO_DRAFTING
+        self.runner: Any = None
         self._scores = SharedScores(shared) if shared else None
         self._support_mass = config.support_mass
         self._max_support = config.max_support
+        self._draws_as_usual = (self._support_mass, self._max_support) == (SUPPORT_MASS, MAX_SUPPORT)
 
     def ask(self, jobs: Sequence[Job]) -> Question:
         """See `device.Decider`."""
@@ -354,14 +380,55 @@ class DraftDecider:
         limits = [job.vocab_limit for job in drafts]
         num_ranked = max((job.num_ranked for job in drafts), default=0)
         each_limit = np.repeat(limits, num_rows).tolist() if any(limits) else ()
-        return Question(rows, each_limit, num_ranked, free, draws)
+        return Question(rows, each_limit, num_ranked, free, draws, self._chains(drafts))
 
-    def decide(self, question: Question, logits: Tensor) -> Drawn:
-        """One draft token for each row of the logits [num_rows, vocab_size]."""
+    def _chains(self, jobs: Sequence[DraftJob]) -> Chains | None:
+        """Of jobs that a device can decode together; None where one of them is of another kind."""
+        is_plain = all(type(job) is DraftJob and job.committed is None for job in jobs)
+        if self.runner is None or not jobs or not is_plain:
+            return None
+        kinds = {chosen.kind_of(job.sequence.encoded) for job in jobs}
+        limits = {job.vocab_limit for job in jobs}
+        kind = kinds.pop()
+        if kinds or len(limits) > 1 or kind is None or not (kind.matched or self._draws_as_usual):
+            return None
+        num_steps = min(job.num_draft_tokens - len(job.drafted) for job in jobs)
+        longest, context_len = max(job.position for job in jobs) + num_steps, self.runner.context_len
+        if num_steps < 2 or (context_len is not None and longest > context_len):
+            return None
+        return Chains(kind, [job.sequence.cache for job in jobs], num_steps, limits.pop())
+
+    def decide(self, question: Question, logits: Tensor) -> list[Drawn]:
+        """One draft token for each row of the logits [num_rows, vocab_size], or some one after another."""
+        self.drafting = NO_DRAFTING
+        if question.chains is not None and (found := self._decoded(question, question.chains, logits)):
+            return found
         if self._scores is None:
-            return self._drawn(question, logits)
+            return [self._drawn(question, logits)]
         own_ids = self._scores.likeliest(logits, question.free)
-        return self._drawn(question, self._scores.of_target(logits))._replace(own_ids=own_ids)
+        return [self._drawn(question, self._scores.of_target(logits))._replace(own_ids=own_ids)]
+
+    def _decoded(self, question: Question, chains: Chains, logits: Tensor) -> list[Drawn]:
+        """What is drawn at each step; nothing where the device does not decode."""
+        started_ns = clock.stopwatch_ns()
+        kind, caches, num_steps, vocab_limit = chains
+        logits, rows, found = logits[:, : vocab_limit or logits.shape[1]], question.rows, None
+        if chosen.fits(kind, num_steps, logits):
+            columns = rows.encoded, rows.firsts, rows.base_lens
+            choice = chosen.choice(kind, *columns, num_steps, logits, num_ranked=question.num_ranked)
+            with suppress(ResourceExhaustedError):
+                found = self.runner.decode(caches, logits, choice)
+        if found is None:
+            return []
+        token_ids, *others = to_host(*found)
+        num_nodes = (num_steps - 1) * len(caches)
+        self.drafting = Drafting(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
+        if not kind.matched:
+            steps = zip(token_ids, *others, strict=True)
+            return [_supports(*step, num_ranked=question.num_ranked) for step in steps]
+        if not question.num_ranked:
+            return [_matched(of_step) for of_step in token_ids]
+        return [_matched(*step) for step in zip(token_ids, *others, strict=True)]
 
     def _drawn(self, question: Question, logits: Tensor) -> Drawn:
         rows = question.rows
@@ -381,13 +448,15 @@ class DraftDecider:
             found = _interleaved(_matched(*host[: len(chosen)]), found, order)
         return found._replace(of_chains=of_chains)
 
-    def apply(self, jobs: Sequence[Job], answer: Drawn) -> None:
+    def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
         """See `device.Decider`."""
-        row = 0
-        for job in jobs:
-            if isinstance(job, DraftJob):
+        drafts = [job for job in jobs if isinstance(job, DraftJob)]
+        for drawn in answer:
+            row = 0
+            for job in drafts:
                 num_rows = job.num_rows
-                job.add(answer, row)
+                if job.result is None:
+                    job.add(drawn, row)
                 row += num_rows
 
     def _match(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:

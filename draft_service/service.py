@@ -35,14 +35,17 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         stack.callback(tracer.shutdown)
         shared = pairing.shared_vocabulary(config)
         hierarchy = loading.hierarchy(config)
+        decider = DraftDecider(config, shared)
         service = boot.start(
             config,
             "draft",
-            DraftDecider(config, shared),
+            decider,
             vocab_size=shared.target_size if shared else None,
             hook=hierarchy,
             target_tokenizer=shared.target.tokenizer if shared else None,
         )
+        if hasattr(service.runner, "decode"):
+            decider.runner = service.runner
         if hierarchy is not None:
             stack.callback(hierarchy.close)
             service = hierarchy.described(service)

@@ -77,6 +77,8 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         shows_states=config.shows_states,
     )
     runner.warm()
+    if isinstance(config, DraftConfig):
+        runner.warm_chains()
     if draft is not None:
         runner.drafting = paged(draft, num_pages=runner.pool.num_pages, replay=replay)
         runner.drafting.warm()

@@ -31,26 +31,34 @@ CASES = {
 
 
 class Stacks(NamedTuple):
-    """The same pair, drafted for on the host and on the device, and the device's runner of the draft."""
+    """The same pair, drafted for on the host and on the device, and the device's runner of the draft.
+
+    Either in the target's process or by a service, which prepares outcomes or is asked.
+    """
 
     host: LocalStack
     device: LocalStack
     drafting: ModelRunner
 
 
-@pytest.fixture(scope="module")
-def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
+@pytest.fixture(scope="module", params=["target", "asked", "prepared"])
+def stacks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
     """The device is a CPU that runs captured steps again and again."""
     directory = tmp_path_factory.mktemp("pair")
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
-    options = {"draft_model": str(draft)}
+    options: dict[str, Any] = {"draft": draft, "coordinator_options": {"num_outcomes": "4"}}
+    if request.param == "target":
+        options = {"verify_options": {"draft_model": str(draft)}}
+    elif request.param == "asked":
+        options["coordinator_options"] = {"num_outcomes": "0"}
     with ExitStack() as stack:
-        host = stack.enter_context(local_stack(target, verify_options=options))
+        host = stack.enter_context(local_stack(target, **options))
         services = stack.enter_context(started_services())
         with mock.patch.object(models, "make_replay", return_value=EagerReplay()):
-            device = stack.enter_context(local_stack(target, verify_options=options))
-        runner: Any = services["verify"].runner
-        yield Stacks(host, device, runner.drafting)
+            device = stack.enter_context(local_stack(target, **options))
+        own: Any = services["verify"].runner
+        runner: Any = services["draft"].runner if "draft" in services else own.drafting
+        yield Stacks(host, device, runner)
 
 
 @pytest.mark.parametrize("case", CASES)
