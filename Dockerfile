@@ -24,6 +24,11 @@ COPY . .
 RUN pip install --no-build-isolation . && requirements/check.sh python
 
 FROM ${BASE}
+ARG TORCH=cpu
+# On CUDA torch fuses the layers of a model, for which it needs a C compiler: the base's own version.
+# hadolint ignore=DL3008
+RUN [ "${TORCH}" = cpu ] \
+ || (apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*)
 COPY --from=build /opt/specwire /opt/specwire
 # In /usr/local/bin too: a login shell, in which KubeRay may start Ray, has a PATH of its own.
 RUN ln -s /opt/specwire/bin/specwire /opt/specwire/bin/ray /usr/local/bin/ \
