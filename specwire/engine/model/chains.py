@@ -24,6 +24,7 @@ from specwire.support import IntArray
 
 log = logging.getLogger(__name__)
 
+_MOST_LOOPS = 64
 _LEAST_STEPS = 16
 """Sizes are powers of two from here on, so that there are few; capturing runs some steps."""
 
@@ -88,6 +89,8 @@ class ChainSteps:
         widths = [each.shape[2:] for each in choice.columns]
         key = bucket, size, choice.function, logits.shape[1], *widths
         if key not in self._loops:
+            if len(self._loops) >= _MOST_LOOPS:
+                return None
             self._loops[key] = self._captured(bucket, size, logits, choice)
         loop = self._loops[key]
         if loop is None:
