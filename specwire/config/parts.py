@@ -135,7 +135,7 @@ class EngineConfig(CheckedConfig):
         check=at_least(MAX_NUM_DRAFT_TOKENS + 1),
         alias="max_num_batched_tokens",
     )
-    cuda_graphs: bool = option(True, "on CUDA, record passes of usual sizes and replay them")
+    cuda_graphs: bool = option(True, "on CUDA, fuse layers, and record passes of usual sizes and replay them")
 
 
 @dataclass(frozen=True, kw_only=True)

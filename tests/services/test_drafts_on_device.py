@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 from specwire import Rule, SamplingParams
-from specwire.engine import models
+from specwire.engine import chosen, models
 from specwire.engine.model.runner import ModelRunner
-from specwire.rule.captured import EagerReplay
+from specwire.rule.captured import EagerReplay, Output
+from specwire.rule.columns import Encoded
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.together import generated
@@ -28,6 +30,14 @@ CASES = {
     "rejection, cut": replace(BASE, rule=Rule.REJECTION, top_p=0.8),
     "block": replace(BASE, rule=Rule.BLOCK, temperature=0.8),
 }
+
+
+class Warming(EagerReplay):
+    """Runs what it captures, as libraries need it."""
+
+    def capture(self, run: Callable[[], Output]) -> Callable[[], Output]:
+        run()
+        return super().capture(run)
 
 
 class Stacks(NamedTuple):
@@ -54,7 +64,7 @@ def stacks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with ExitStack() as stack:
         host = stack.enter_context(local_stack(target, **options))
         services = stack.enter_context(started_services())
-        with mock.patch.object(models, "make_replay", return_value=EagerReplay()):
+        with mock.patch.object(models, "make_replay", return_value=Warming()):
             device = stack.enter_context(local_stack(target, **options))
         own: Any = services["verify"].runner
         runner: Any = services["draft"].runner if "draft" in services else own.drafting
@@ -91,6 +101,23 @@ def test_kinds_and_lengths_together(stacks: Stacks) -> None:
                 done.token_ids == stacks.host.client.generate(params=each, prompt_token_ids=PROMPT).token_ids
             )
     stacks.device.assert_idle_within(5.0)
+
+
+def test_capturing_writes_nothing_of_a_sequence(stacks: Stacks) -> None:
+    """Passes that are run for that alone leave the keys of all pages as they are."""
+    runner = stacks.drafting
+    assert runner._chains is not None
+    with torch.inference_mode(), mock.patch.object(runner._chains, "_loops", {}):
+        before = [layer.keys.clone() for layer in runner._layers.values()]
+        logits, params = torch.zeros((1, runner.vocab_size)), SamplingParams(temperature=0)
+        kind = chosen.kind_of(Encoded.of(params, 0))
+        assert kind is not None
+        choice = chosen.choice(kind, [Encoded.of(params, 0)], [1], [1], 4, logits)
+        bucket = runner._chains._buckets.single_stream()[-1]
+        assert runner._chains._captured(bucket, 16, logits, choice) is not None
+        for layer, keys in zip(runner._layers.values(), before, strict=True):
+            num_slots = runner.pool.num_pages * runner.pool.page_size
+            assert torch.equal(layer.keys[:num_slots], keys[:num_slots])
 
 
 def test_a_loop_that_cannot_be_captured(stacks: Stacks, caplog: pytest.LogCaptureFixture) -> None:

@@ -131,7 +131,8 @@ class _Loop:
     ) -> None:
         self._run_model, self._inputs, self._function = run_model, inputs, choice.function
         num_rows = inputs.bucket.num_tokens
-        self._slots = inputs.on_device.slots.new_zeros((num_steps, num_rows))
+        # Capturing runs passes: what these write is nobody's.
+        self._slots = inputs.on_device.slots.new_full((num_steps, num_rows), inputs.scratch_slot)
         self._at = self._slots.new_zeros(1)
         self._logits = logits.new_zeros((num_rows, logits.shape[1]))
         self._columns = [each.new_zeros((num_steps, num_rows, *each.shape[2:])) for each in choice.columns]
