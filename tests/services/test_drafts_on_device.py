@@ -43,12 +43,14 @@ class Warming(EagerReplay):
 class Stacks(NamedTuple):
     """The same pair, drafted for on the host and on the device, and the device's runner of the draft.
 
-    Either in the target's process or by a service, which prepares outcomes or is asked.
+    Either in the target's process or by a service, which is asked or prepares outcomes: what a pass has beside
+    a row depends on time then, and so may the last bit of a probability at the edge of a support.
     """
 
     host: LocalStack
     device: LocalStack
     drafting: ModelRunner
+    are_prepared: bool
 
 
 @pytest.fixture(scope="module", params=["target", "asked", "prepared"])
@@ -68,7 +70,7 @@ def stacks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             device = stack.enter_context(local_stack(target, **options))
         own: Any = services["verify"].runner
         runner: Any = services["draft"].runner if "draft" in services else own.drafting
-        yield Stacks(host, device, runner)
+        yield Stacks(host, device, runner, request.param == "prepared")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,8 +81,9 @@ def test_the_same_chains(stacks: Stacks, case: str) -> None:
         each.client.generate(params=CASES[case], prompt_token_ids=PROMPT)
         for each in (stacks.device, stacks.host)
     )
-    assert ours.token_ids == theirs.token_ids
-    assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram
+    if not stacks.are_prepared or CASES[case].matches_tokens:
+        assert ours.token_ids == theirs.token_ids
+        assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram
     assert ours.speculation.acceptance_histogram[-1] > 0, "whole chains are accepted"
     assert len(stacks.drafting._chains._loops) > before or case == "block"
 
