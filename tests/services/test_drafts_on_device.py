@@ -43,8 +43,8 @@ class Warming(EagerReplay):
 class Stacks(NamedTuple):
     """The same pair, drafted for on the host and on the device, and the device's runner of the draft.
 
-    Either in the target's process or by a service, which is asked or prepares outcomes: what a pass has beside
-    a row depends on time then, and so may the last bit of a probability at the edge of a support.
+    Either in the target's process or by a service, which is asked or prepares outcomes: what a pass has
+    beside a row depends on time then, and so may the last bit of a probability at the edge of a support.
     """
 
     host: LocalStack
