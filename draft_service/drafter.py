@@ -385,7 +385,7 @@ class DraftDecider:
     def _chains(self, jobs: Sequence[DraftJob]) -> Chains | None:
         """Of jobs that a device can decode together; None where one of them is of another kind."""
         is_plain = all(type(job) is DraftJob and job.committed is None for job in jobs)
-        if self.runner is None or not jobs or not is_plain:
+        if self.runner is None or not self.runner.can_decode or not jobs or not is_plain:
             return None
         kinds = {chosen.kind_of(job.sequence.encoded) for job in jobs}
         limits = {job.vocab_limit for job in jobs}

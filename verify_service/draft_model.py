@@ -47,6 +47,10 @@ class DraftRunner(Protocol):
     context_len: int | None
     vocab_size: int
 
+    @property
+    def can_decode(self) -> bool:
+        """See `ModelRunner.can_decode`."""
+
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""
 
@@ -89,7 +93,7 @@ class ModelDrafts(GrownDrafts):
             self._follow(each)
         try:
             caught_up = self._caught_up(fitting)
-            for kind, alike in on_device.grouped(caught_up).items():
+            for kind, alike in on_device.grouped(caught_up).items() if self._runner.can_decode else ():
                 if self._decoded(kind, alike):
                     caught_up = [each for each in caught_up if each not in alike]
             super().grow(caught_up, states)

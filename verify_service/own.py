@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _MAX_UNASKED = 2
 """Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause."""
-MOST_NOISE = 1 << 24
+_MOST_NOISE = 1 << 24
 """Numbers that are computed at once; 12 bytes each, for a moment."""
 
 
@@ -197,7 +197,7 @@ class Noise:
             if sequence.encoded.traits & GUMBEL
             for position in range(start, start + depth)
         ]
-        if keys and len(keys) * vocab_size <= MOST_NOISE:
+        if keys and len(keys) * vocab_size <= _MOST_NOISE:
             self._compute(keys)
 
     def added(self, scores: Tensor, rows: Rows) -> Tensor:

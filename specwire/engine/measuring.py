@@ -7,20 +7,25 @@ From then on the engine corrects it with every pass that it runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specwire.core import SamplingParams
 from specwire.engine import chosen
 from specwire.engine.batch import Feed
+from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import Runner
+from specwire.engine.model.chains import Choice
 from specwire.proposals.estimate.costs import CostModel
 from specwire.rule.choices import Kind
 from specwire.rule.columns import GREEDY, Encoded
 from specwire.rule.transfer import to_host
+from specwire.support import IntArray
 
 _SIZES = ((1, 1), (1, 5), (1, 17), (8, 1), (8, 5), (32, 1))
 """Sequences of a pass, and tokens of each: plain decoding, a chain, a tree, and many streams."""
@@ -54,29 +59,19 @@ def measure_draft(runner: Any) -> CostModel:
 def _chains_measured(runner: Any) -> Iterator[tuple[tuple[int], float]]:
     """Sequences, and nanoseconds of a step with a token for each; nothing where the host chooses tokens."""
     started_s = time.perf_counter()
-    for num_sequences in (1, 8):
+    for num_sequences in (1, 8) if runner.can_decode else ():
         if time.perf_counter() - started_s > _MOST_S or num_sequences > runner.pool.num_pages:
             break
-        device, shape = runner.device, (num_sequences, runner.vocab_size)
-        caches = [runner.new_sequence() for _ in range(num_sequences)]
-        logits = torch.zeros(shape, device=device)
+        logits = torch.zeros((num_sequences, runner.vocab_size), device=runner.device)
         greedy, ones = [Encoded.of(SamplingParams(temperature=0), 0)] * num_sequences, [1] * num_sequences
         choice = chosen.choice(Kind(GREEDY, is_cut=False), greedy, ones, ones, _NUM_STEPS, logits)
-        times_ns = []
-        try:
-            for _ in range(_NUM_TIMES):
-                for cache in caches:
-                    cache.truncate(0)
-                began_ns = time.perf_counter_ns()
-                found = runner.decode(caches, logits, choice)
-                if found is None:
-                    return
-                to_host(*found)
-                times_ns.append((time.perf_counter_ns() - began_ns) / _NUM_STEPS)
-        finally:
-            for cache in caches:
-                cache.release()
-        yield (num_sequences,), max(1.0, min(times_ns))
+        run = partial(_decode, runner, logits, choice)
+        yield (num_sequences,), _shortest_ns(runner, num_sequences, run) / _NUM_STEPS
+
+
+def _decode(runner: Any, logits: Tensor, choice: Choice, caches: Sequence[SequenceCache]) -> None:
+    if found := runner.decode(caches, logits, choice):
+        to_host(*found)
 
 
 def _measured(runner: Runner) -> Iterator[tuple[int, int, int]]:
@@ -87,20 +82,29 @@ def _measured(runner: Runner) -> Iterator[tuple[int, int, int]]:
         if time.perf_counter() - started_s > _MOST_S or pages > runner.pool.num_pages:
             break
         token_ids = np.arange(num_tokens) % runner.vocab_size
-        caches = [runner.new_sequence() for _ in range(num_sequences)]
-        times_ns = []
-        try:
-            for _ in range(_NUM_TIMES):
-                for cache in caches:
-                    cache.truncate(0)
-                began_ns = time.perf_counter_ns()
-                runner.run([Feed(cache, token_ids, num_tokens) for cache in caches], None, _nothing)
-                runner.end_step()
-                times_ns.append(time.perf_counter_ns() - began_ns)
-        finally:
+        run = partial(_pass, runner, token_ids)
+        yield num_sequences, num_sequences * num_tokens, _shortest_ns(runner, num_sequences, run)
+
+
+def _pass(runner: Runner, token_ids: IntArray, caches: Sequence[SequenceCache]) -> None:
+    runner.run([Feed(cache, token_ids, len(token_ids)) for cache in caches], None, _nothing)
+    runner.end_step()
+
+
+def _shortest_ns(runner: Runner, num_sequences: int, run: Callable[[list[SequenceCache]], None]) -> int:
+    """What it takes with so many empty sequences."""
+    caches, times_ns = [runner.new_sequence() for _ in range(num_sequences)], []
+    try:
+        for _ in range(_NUM_TIMES):
             for cache in caches:
-                cache.release()
-        yield num_sequences, num_sequences * num_tokens, max(1, min(times_ns))
+                cache.truncate(0)
+            began_ns = time.perf_counter_ns()
+            run(caches)
+            times_ns.append(time.perf_counter_ns() - began_ns)
+    finally:
+        for cache in caches:
+            cache.release()
+    return max(1, min(times_ns))
 
 
 def _nothing(question: object, logits: object) -> None:

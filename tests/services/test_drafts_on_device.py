@@ -13,9 +13,11 @@ import torch
 
 from specwire import Rule, SamplingParams
 from specwire.engine import chosen, models
+from specwire.engine.model import chains
 from specwire.engine.model.runner import ModelRunner
 from specwire.rule.captured import EagerReplay, Output
-from specwire.rule.columns import Encoded
+from specwire.rule.choices import Kind
+from specwire.rule.columns import GREEDY, Encoded
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.together import generated
@@ -41,16 +43,19 @@ class Warming(EagerReplay):
 
 
 class Stacks(NamedTuple):
-    """The same pair, drafted for on the host and on the device, and the device's runner of the draft.
+    """The same pair, drafted for on the host and on the device, and the draft's runner of each.
 
-    Either in the target's process or by a service, which is asked or prepares outcomes: what a pass has
-    beside a row depends on time then, and so may the last bit of a probability at the edge of a support.
+    Either in the target's process or by a service, which is asked or prepares outcomes. Where a target goes
+    on by itself, or outcomes are prepared, which passes there are depends on time, and texts of drawn tokens
+    on those.
     """
 
     host: LocalStack
     device: LocalStack
     drafting: ModelRunner
-    are_prepared: bool
+    on_host: ModelRunner
+    are_asked: bool
+    prepares: bool
 
 
 @pytest.fixture(scope="module", params=["target", "asked", "prepared"])
@@ -63,14 +68,19 @@ def stacks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         options = {"verify_options": {"draft_model": str(draft)}}
     elif request.param == "asked":
         options["coordinator_options"] = {"num_outcomes": "0"}
+
+    def runner(services: dict[str, Any]) -> ModelRunner:
+        return services["draft"].runner if "draft" in services else services["verify"].runner.drafting
+
     with ExitStack() as stack:
-        host = stack.enter_context(local_stack(target, **options))
-        services = stack.enter_context(started_services())
-        with mock.patch.object(models, "make_replay", return_value=Warming()):
+        with started_services() as services:
+            host = stack.enter_context(local_stack(target, **options))
+        on_host = runner(services)
+        with started_services() as services, mock.patch.object(models, "make_replay", return_value=Warming()):
             device = stack.enter_context(local_stack(target, **options))
-        own: Any = services["verify"].runner
-        runner: Any = services["draft"].runner if "draft" in services else own.drafting
-        yield Stacks(host, device, runner, request.param == "prepared")
+        yield Stacks(
+            host, device, runner(services), on_host, request.param == "asked", request.param == "prepared"
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,7 +91,7 @@ def test_the_same_chains(stacks: Stacks, case: str) -> None:
         each.client.generate(params=CASES[case], prompt_token_ids=PROMPT)
         for each in (stacks.device, stacks.host)
     )
-    if not stacks.are_prepared or CASES[case].matches_tokens:
+    if stacks.are_asked or CASES[case].matches_tokens:
         assert ours.token_ids == theirs.token_ids
         assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram
     assert ours.speculation.acceptance_histogram[-1] > 0, "whole chains are accepted"
@@ -109,29 +119,36 @@ def test_kinds_and_lengths_together(stacks: Stacks) -> None:
 def test_capturing_writes_nothing_of_a_sequence(stacks: Stacks) -> None:
     """Passes that are run for that alone leave the keys of all pages as they are."""
     runner = stacks.drafting
-    assert runner._chains is not None
-    with torch.inference_mode(), mock.patch.object(runner._chains, "_loops", {}):
-        before = [layer.keys.clone() for layer in runner._layers.values()]
-        logits, params = torch.zeros((1, runner.vocab_size)), SamplingParams(temperature=0)
-        kind = chosen.kind_of(Encoded.of(params, 0))
-        assert kind is not None
-        choice = chosen.choice(kind, [Encoded.of(params, 0)], [1], [1], 4, logits)
-        bucket = runner._chains._buckets.single_stream()[-1]
-        assert runner._chains._captured(bucket, 16, logits, choice) is not None
+    assert runner._padded is not None
+    inputs = runner._padded.new_inputs(runner._padded.buckets.single_stream()[-1])
+    num_slots = runner.pool.num_pages * runner.pool.page_size
+    with torch.inference_mode():
+        before = [layer.keys[:num_slots].clone() for layer in runner._layers.values()]
+        logits, encoded = torch.zeros((1, runner.vocab_size)), Encoded.of(SamplingParams(temperature=0), 0)
+        choice = chosen.choice(Kind(GREEDY, is_cut=False), [encoded], [1], [1], 4, logits)
+        chains._Loop(runner._run_padded, inputs, 16, logits, choice, Warming())
         for layer, keys in zip(runner._layers.values(), before, strict=True):
-            num_slots = runner.pool.num_pages * runner.pool.page_size
-            assert torch.equal(layer.keys[:num_slots], keys[:num_slots])
+            assert torch.equal(layer.keys[:num_slots], keys)
+
+
+def test_where_the_host_chooses_no_pass_is_run_for_nothing(stacks: Stacks) -> None:
+    """A pass for each draft token, and those of the prompt."""
+    assert not stacks.on_host.can_decode
+    with mock.patch.object(stacks.on_host, "forward", wraps=stacks.on_host.forward) as passes:
+        done = stacks.host.client.generate(params=CASES["gumbel"], prompt_token_ids=PROMPT)
+    assert passes.call_count <= done.speculation.num_draft_tokens + 2 or stacks.prepares
 
 
 def test_a_loop_that_cannot_be_captured(stacks: Stacks, caplog: pytest.LogCaptureFixture) -> None:
     """The host goes on in its place, with the sequences as they were."""
-    chains = stacks.drafting._chains
-    assert chains is not None
+    steps = stacks.drafting._chains
+    assert steps is not None
     with (
-        mock.patch.object(chains, "_loops", {}),
-        mock.patch.object(chains, "_replay", mock.Mock(capture=mock.Mock(side_effect=RuntimeError("no")))),
+        mock.patch.multiple(steps, _loops={}, can_run=True),
+        mock.patch.object(steps, "_replay", mock.Mock(capture=mock.Mock(side_effect=RuntimeError("no")))),
     ):
         ours = stacks.device.client.generate(params=CASES["gumbel"], prompt_token_ids=PROMPT)
+        assert not stacks.drafting.can_decode, "it is not tried again"
     theirs = stacks.host.client.generate(params=CASES["gumbel"], prompt_token_ids=PROMPT)
     assert ours.token_ids == theirs.token_ids
     assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram

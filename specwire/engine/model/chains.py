@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specwire.engine.batch import Batch, Segments
-from specwire.engine.model.padded import Bucket, Buckets, StepInputs
+from specwire.engine.model.graphs import PaddedSteps
+from specwire.engine.model.padded import StepInputs
 from specwire.rule.captured import Replay
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
@@ -46,26 +46,18 @@ class ChainSteps:
     """Decodes with the passes of a model.
 
     Args:
-        run_model: runs the model on the inputs of a bucket; returns logits [num_tokens, vocab_size].
-        buckets: the sizes.
+        steps: its padded passes.
         replay: how steps are captured.
-        scratch_slot: slot that padding tokens write to.
+
+    Attributes:
+        can_run: until a capture fails.
     """
 
-    def __init__(
-        self,
-        run_model: Callable[[StepInputs], Tensor],
-        buckets: Buckets,
-        replay: Replay,
-        device: torch.device,
-        scratch_slot: int,
-    ) -> None:
-        self._run_model = run_model
-        self._buckets = buckets
+    def __init__(self, steps: PaddedSteps, replay: Replay) -> None:
+        self.can_run = True
+        self._steps = steps
         self._replay = replay
-        self._device = device
-        self._scratch_slot = scratch_slot
-        self._loops: dict[Any, _Loop | None] = {}
+        self._loops: dict[Any, _Loop] = {}
 
     def run(self, batch: Batch, logits: Tensor, choice: Choice) -> tuple[Tensor, ...] | None:
         """What was chosen at each step.
@@ -82,8 +74,8 @@ class ChainSteps:
         """
         num_steps, num_sequences = choice.columns[0].shape[:2]
         first = _first_of(batch, num_sequences)
-        bucket = self._buckets.fit(first)
-        if bucket is None:
+        bucket = self._steps.buckets.fit(first)
+        if bucket is None or not self.can_run:
             return None
         size = max(_LEAST_STEPS, 1 << (num_steps - 1).bit_length())
         widths = [each.shape[2:] for each in choice.columns]
@@ -91,19 +83,14 @@ class ChainSteps:
         if key not in self._loops:
             if len(self._loops) >= _MOST_LOOPS:
                 return None
-            self._loops[key] = self._captured(bucket, size, logits, choice)
-        loop = self._loops[key]
-        if loop is None:
-            return None
-        return loop.run(first, batch.slots.reshape(num_sequences, -1).T, logits, choice.columns)
-
-    def _captured(self, bucket: Bucket, num_steps: int, logits: Tensor, choice: Choice) -> _Loop | None:
-        inputs = StepInputs(bucket, self._device, self._scratch_slot)
-        try:
-            return _Loop(self._run_model, inputs, num_steps, logits, choice, self._replay)
-        except Exception as error:
-            log.warning("tokens are not chosen on the device: %s", str(error).partition("\n")[0])
-            return None
+            try:
+                inputs = self._steps.new_inputs(bucket)
+                self._loops[key] = _Loop(self._steps.run_model, inputs, size, logits, choice, self._replay)
+            except Exception as error:
+                log.warning("tokens are not chosen on the device: %s", str(error).partition("\n")[0])
+                self.can_run = False
+                return None
+        return self._loops[key].run(first, batch.slots.reshape(num_sequences, -1).T, logits, choice.columns)
 
 
 def _first_of(batch: Batch, num_sequences: int) -> Batch:

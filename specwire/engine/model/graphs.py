@@ -52,8 +52,7 @@ class PaddedSteps:
         device: torch.device,
         scratch_slot: int,
     ) -> None:
-        self.buckets = buckets
-        self._run_model = run_model
+        self.buckets, self.run_model = buckets, run_model
         self._replay: Replay | None = replay
         self._device = device
         self._scratch_slot = scratch_slot
@@ -89,9 +88,13 @@ class PaddedSteps:
         self._replay = None
         self._recorded.clear()
 
+    def new_inputs(self, bucket: Bucket) -> StepInputs:
+        """Memory for the inputs of a size."""
+        return StepInputs(bucket, self._device, self._scratch_slot)
+
     def _inputs_of(self, bucket: Bucket) -> StepInputs:
         if bucket not in self._inputs:
-            self._inputs[bucket] = StepInputs(bucket, self._device, self._scratch_slot)
+            self._inputs[bucket] = self.new_inputs(bucket)
         return self._inputs[bucket]
 
     def _record(self, bucket: Bucket) -> None:
@@ -100,11 +103,11 @@ class PaddedSteps:
             return
         inputs = self._inputs[bucket]
         try:
-            self._recorded[bucket] = self._replay.capture(lambda: self._run_model(inputs))
+            self._recorded[bucket] = self._replay.capture(lambda: self.run_model(inputs))
         except Exception as error:
             log.warning("steps run without CUDA graphs: %s", str(error).partition("\n")[0])
             self._replay = None
 
     def _logits(self, bucket: Bucket) -> Tensor:
         replay = self._recorded.get(bucket)
-        return replay() if replay else self._run_model(self._inputs[bucket])
+        return replay() if replay else self.run_model(self._inputs[bucket])

@@ -128,10 +128,7 @@ class ModelRunner:
         )
         self._chains: ChainSteps | None = None
         if replay and self._padded is not None and not (batch_invariant or shows_states):
-            scratch_slot = num_pages * page_size
-            self._chains = ChainSteps(
-                self._run_padded, self._padded.buckets, replay, self.device, scratch_slot
-            )
+            self._chains = ChainSteps(self._padded, replay)
         self._padded_without: dict[tuple[Block, ...], PaddedSteps] = {}
 
     def _make_padded(
@@ -301,6 +298,11 @@ class ModelRunner:
         with self._packer.packed(feeds) as batch:
             return self.compute(batch)
 
+    @property
+    def can_decode(self) -> bool:
+        """Whether `decode` does anything: not on a CPU, where the host may as well choose each token."""
+        return self._chains is not None and self._chains.can_run
+
     @torch.inference_mode()
     def decode(
         self, caches: Sequence[SequenceCache], logits: Tensor, choice: Choice
@@ -312,7 +314,7 @@ class ModelRunner:
             logits, choice: see `ChainSteps.run`; at least two steps.
 
         Returns:
-            See there; None where passes are not captured, and nothing was appended.
+            See there; None where it cannot be done so, and nothing was appended.
 
         Raises:
             ContextLengthError, ResourceExhaustedError: as `forward`.
