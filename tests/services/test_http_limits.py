@@ -29,6 +29,7 @@ from tests.support.harness import LocalStack, local_stack
 
 MB = 1 << 20
 COMPLETIONS = "/v1/completions"
+LAST_CHUNK = b"0\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -371,20 +372,21 @@ class TestUnreadResponses:
     @pytest.mark.slow
     def test_a_slow_reader_is_left_alone(self, quick: LocalStack) -> None:
         with (
-            front(quick.address, model_name="m", idle_timeout_s=0.5) as address,
+            front(quick.address, model_name="m", idle_timeout_s=1) as address,
             connected(address, SO_RCVBUF=32 << 10) as connection,
         ):
-            self.ask(connection, 600)
+            self.ask(connection, 2000)
             answer = bytearray()
-            ends_s = time.monotonic() + 1.5
+            ends_s = time.monotonic() + 2  # less than half of the answer, of some 400 bytes a token
             while time.monotonic() < ends_s:
                 answer += connection.recv(8 << 10)
                 time.sleep(0.03)  # 270 kB/s: the kernel has room again after some 40 kB
-            while not answer.endswith(b"0\r\n\r\n"):
+            assert not answer.endswith(LAST_CHUNK), "it was read too fast to be slow"
+            while not answer.endswith(LAST_CHUNK):
                 part = connection.recv(1 << 20)
                 assert part, "it was cut off"
                 answer += part
-        assert answer.count(b'"fate":') == 600
+        assert answer.count(b'"fate":') == 2000
 
 
 class TestOrigins:
