@@ -9,7 +9,6 @@ others need them: it is filled again from the committed tokens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -37,8 +36,6 @@ from specwire.support import Support
 from verify_service import on_device
 from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Noise
-
-log = logging.getLogger(__name__)
 
 
 class DraftRunner(Protocol):
@@ -81,7 +78,7 @@ class ModelDrafts(GrownDrafts):
         self.support_len = min(vocab_size, MAX_SUPPORT)
         self._followers: dict[TokenSequence, TokenSequence] = {}
 
-    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
+    def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing for sequences near the end of the draft's context."""
         for closed in [each for each in self._followers if each.closed]:
             self._followers.pop(closed).cache.release()
@@ -91,14 +88,11 @@ class ModelDrafts(GrownDrafts):
         ]
         for each in fitting:
             self._follow(each)
-        try:
-            caught_up = self._caught_up(fitting)
-            for kind, alike in on_device.grouped(caught_up).items() if self._runner.can_decode else ():
-                if self._decoded(kind, alike):
-                    caught_up = [each for each in caught_up if each not in alike]
-            super().grow(caught_up, states)
-        except ResourceExhaustedError as error:
-            log.debug("no room to draft in: %s", error)
+        caught_up = self._caught_up(fitting)
+        for kind, alike in on_device.grouped(caught_up).items() if self._runner.can_decode else ():
+            if self._decoded(kind, alike):
+                caught_up = [each for each in caught_up if each not in alike]
+        super().grow(caught_up)
 
     def _decoded(self, kind: Kind, growing: list[Growing]) -> bool:
         """Draft chains of one kind on the device; whether it could."""

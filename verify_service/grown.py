@@ -13,15 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.engine.jobs import TokenSequence
+from specwire.errors import SpecwireError
 from specwire.proposals import tree
 from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
 from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
@@ -29,7 +28,7 @@ from specwire.rule import sampling
 from specwire.rule.captured import captured
 from specwire.rule.choices import SHARPNESS
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
-from specwire.rule.transfer import to_device, to_host
+from specwire.rule.transfer import to_host
 from specwire.support import Support, certain
 from verify_service.own import Drafting, Judged, Noise
 
@@ -44,8 +43,6 @@ class Growing:
         committed: its tokens, those of the outcome included.
         num_ranked: candidates at each node; 1 for a chain.
         row: of the verdict, after the last accepted token.
-        rows: where states are kept: by node that was expanded, the row of the state after it; -1 is the
-            prefix, and -2 all of the prefix but its last token.
         open: nodes to expand next.
         supports: of a chain that was drawn, one for each token.
     """
@@ -55,7 +52,6 @@ class Growing:
     growth: TreeGrowth
     num_ranked: int
     row: int
-    rows: dict[int, int] = field(default_factory=dict)
     open: list[int] = field(default_factory=lambda: [-1])
     supports: list[Support] = field(default_factory=list)
 
@@ -72,14 +68,14 @@ class Node(NamedTuple):
         return self.of.growth.depths[self.node] + 1 if self.node >= 0 else 0
 
     @property
+    def parent(self) -> int:
+        """Of the prefix, what lies before its last token: -2."""
+        return self.of.growth.parents[self.node] if self.node >= 0 else -2
+
+    @property
     def token_id(self) -> int:
         """Its own; of the prefix, the last one."""
         return self.of.growth.token_ids[self.node] if self.node >= 0 else self.of.committed[-1]
-
-    @property
-    def parent_row(self) -> int:
-        """The row of the state before its token."""
-        return self.of.rows[self.of.growth.parents[self.node] if self.node >= 0 else -2]
 
     def sampled(self) -> Row:
         """How the token after it is sampled."""
@@ -118,12 +114,15 @@ class GrownDrafts:
         return logits, None
 
     def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
-        """See `OwnDrafts`."""
+        """See `OwnDrafts`. Where there is no room, with the tokens that there was room for."""
         self.num_passes = self.num_nodes = self.prefill_ns = 0
         try:
             growing = [found for each in judged if (found := self.begin(*each)) is not None]
-            if growing:
-                self.grow(growing, states)
+            try:
+                if growing:
+                    self.grow(growing)
+            except SpecwireError as error:
+                log.debug("no more is drafted: %s", error)
             for sequence, drafting, _, _ in judged:
                 drafting.proposal = self._proposal(sequence)
         except Exception:
@@ -150,12 +149,8 @@ class GrownDrafts:
         found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row)
         return found
 
-    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
-        """Expand open nodes, of all sequences together, until there are none.
-
-        Args:
-            states: of the verdicts' rows, if there are any.
-        """
+    def grow(self, growing: list[Growing]) -> None:
+        """Expand open nodes, of all sequences together, until there are none."""
         noise: Noise | None = None
         while growing:
             # What advances states may differ by depth; nodes of a depth lie together.
@@ -212,52 +207,6 @@ def _ranked(scores: Tensor, *, sharpness: float, most: int) -> tuple[Tensor, ...
     top = scores.topk(most, dim=-1)
     shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
     return top.indices, shares, ((top.values > float("-inf")) & shares.isfinite()).sum(dim=-1)
-
-
-class Scorer(Protocol):
-    """What states are scored with."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
-
-
-class StatesDrafts(GrownDrafts):
-    """Proposals that grow from states: of the last accepted token, then of each node that is expanded.
-
-    Args:
-        scorer: of states.
-        may_be_tree: whether proposals may be trees.
-    """
-
-    def __init__(self, scorer: Scorer, *, may_be_tree: bool) -> None:
-        super().__init__(may_be_tree=may_be_tree)
-        self._scorer = scorer
-        self._of_rows: Tensor  # states so far, [num_rows, state_size]
-
-    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
-        """See `GrownDrafts`."""
-        assert states is not None
-        for place, each in enumerate(growing):
-            each.rows[-2] = place
-        self._of_rows = states[to_device(np.array([each.row for each in growing], np.int64), states.device)]
-        super().grow(growing, states)
-
-    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
-        """See `GrownDrafts`."""
-        advanced = self.advanced(nodes, self._of_rows)
-        for row, (of, node) in enumerate(nodes, len(self._of_rows)):
-            of.rows[node] = row
-        self._of_rows = torch.cat([self._of_rows, advanced])
-        return self._scorer.logits(advanced)
-
-    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
-        """The state after each node, [num_nodes, state_size], in the dtype of `states`.
-
-        Args:
-            nodes: by depth.
-            states: of all rows so far.
-        """
-        raise NotImplementedError
 
 
 def _row_of(outcome: Outcome | None) -> int:
