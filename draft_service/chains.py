@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
+from specwire.engine.drawn import Drawn
 from specwire.proposals import chains
 from specwire.proposals.tree import TokenTree
 from specwire.support import Support

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
 from draft_service.translation import Committed, OpenEnd
 from draft_service.vocabulary import SharedVocabulary, Vocabulary
 from specwire.core import Proposal
+from specwire.engine.drawn import Drawn
 from specwire.errors import InternalError
 from specwire.support import IntArray
 

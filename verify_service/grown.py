@@ -16,19 +16,21 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch import Tensor
 
-from specwire.core import Outcome, Proposal, Verdict
+from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Outcome, Proposal, Verdict
+from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import SpecwireError
 from specwire.proposals import tree
 from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
 from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
 from specwire.rule import sampling
-from specwire.rule.captured import captured
-from specwire.rule.choices import SHARPNESS
+from specwire.rule.choices import SHARPNESS, likeliest
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
-from specwire.rule.transfer import to_host
+from specwire.rule.rows import draw_supported
+from specwire.rule.transfer import to_device, to_host
 from specwire.support import Support, certain
 from verify_service.own import Drafting, Judged, Noise
 
@@ -43,8 +45,9 @@ class Growing:
         committed: its tokens, those of the outcome included.
         num_ranked: candidates at each node; 1 for a chain.
         row: of the verdict, after the last accepted token.
+        is_drawn: a chain of tokens that are drawn, instead of the likeliest ones.
         open: nodes to expand next.
-        supports: of a chain that was drawn, one for each token.
+        supports: that tokens were drawn from.
     """
 
     sequence: TokenSequence
@@ -52,8 +55,20 @@ class Growing:
     growth: TreeGrowth
     num_ranked: int
     row: int
+    is_drawn: bool = False
     open: list[int] = field(default_factory=lambda: [-1])
     supports: list[Support] = field(default_factory=list)
+
+    def add(self, node: int, found: Drawn, row: int) -> None:
+        """What was drawn after a node, or the likeliest tokens there, are its children."""
+        if self.is_drawn:
+            support = found.supports[row]
+            assert support is not None
+            self.supports.append(support)
+            self.growth.add(node, [max(0, found.token_ids[row])], [1.0])
+        else:
+            num = self.num_ranked
+            self.growth.add(node, found.ranked[row][:num], found.shares[row][:num])
 
 
 class Node(NamedTuple):
@@ -100,6 +115,8 @@ class GrownDrafts:
     """
 
     sharpness = SHARPNESS
+    draws = False
+    """Whether tokens are drawn where they are not matched."""
     support_len = 0
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
@@ -146,7 +163,9 @@ class GrownDrafts:
         size = drafting.wanted.num_draft_tokens if is_tree else depth
         growth = TreeGrowth(size, depth, self._calibrations[kind])
         num_ranked, row = NUM_RANKS if is_tree else 1, row + _row_of(drafting.outcome)
-        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row)
+        # The masks of a grammar may fail, or be late, for one token and not for another: none is drawn then.
+        is_drawn = self.draws and not kind and sequence.grammar is None
+        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row, is_drawn)
         return found
 
     def grow(self, growing: list[Growing]) -> None:
@@ -179,14 +198,25 @@ class GrownDrafts:
         return growing.growth.expand(NUM_EXPANDED)
 
     def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
-        """The likeliest tokens after each node become its children."""
-        rows = Rows.of([node.sampled() for node in nodes])
-        scores = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        most = min(max(node.of.num_ranked for node in nodes), scores.shape[1])
-        found = to_host(*_ranked(noise.added(scores, rows), sharpness=self.sharpness, most=most))
-        for (of, node), ids, of_ids, num in zip(nodes, *(each.tolist() for each in found), strict=True):
-            most = min(num, of.num_ranked)
-            of.growth.add(node, ids[:most], of_ids[:most])
+        """What is drawn after each node, or the likeliest tokens there, become its children."""
+        for is_drawn in (False, True):
+            at = [place for place, node in enumerate(nodes) if node.of.is_drawn is is_drawn]
+            if not at:
+                continue
+            here = [nodes[place] for place in at]
+            some = logits if len(at) == len(nodes) else logits[to_device(np.array(at), logits.device)]
+            rows = Rows.of([node.sampled() for node in here])
+            log_probs = sampling.apply_warps(sampling.apply_history(some, rows), rows)
+            if is_drawn:
+                found = Drawn.supported(
+                    *to_host(*draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)[0])
+                )
+            else:
+                most, scores = max(node.of.num_ranked for node in here), noise.added(log_probs, rows)
+                ids, *others = to_host(*likeliest(scores, most=most, sharpness=self.sharpness))
+                found = Drawn.matched(ids[:, 0], ids, *others)
+            for row, (of, node) in enumerate(here):
+                of.add(node, found, row)
 
     def _proposal(self, sequence: TokenSequence) -> Proposal | None:
         grown = self._grown.get(sequence)
@@ -198,15 +228,6 @@ class GrownDrafts:
         if grown.supports:
             return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
         return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
-
-
-@captured
-def _ranked(scores: Tensor, *, sharpness: float, most: int) -> tuple[Tensor, ...]:
-    """The likeliest tokens of each row, best first, their shares, and how many of them there are."""
-    scores = sharpness * scores
-    top = scores.topk(most, dim=-1)
-    shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
-    return top.indices, shares, ((top.values > float("-inf")) & shares.isfinite()).sum(dim=-1)
 
 
 def _row_of(outcome: Outcome | None) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
 from draft_service.inner.stream import InnerStream
+from specwire.engine.drawn import Drawn
 
 
 @dataclass(eq=False)
