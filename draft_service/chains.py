@@ -46,7 +46,7 @@ class ChainsJob(DraftJob):
     def _depth(self) -> int:
         return len(self.drawn[0])
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """After the last token of each chain; before the first one, of all together."""
         return [self.committed_len + self._depth] * self.num_rows
 

@@ -117,18 +117,20 @@ class DraftJob(Job):
 
     @property
     def position(self) -> int:
-        """Of the next token, where the sequence has no tree."""
+        """Of the next token, or the first of those that are drawn next; where the sequence has no tree."""
         if self.committed is None:
             return len(self.sequence.tokens)
         return self.committed_len + len(self.drafted)
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """Of the tokens that are drawn after each of the last `num_rows` that were run."""
-        return [self.position]
+        return range(self.position, self.position + self.num_rows)
 
     def histories(self) -> list[Sequence[int]]:
         """The tokens before each of them."""
-        return [self.sequence.tokens if self.committed is None else [*self.before, *self.drafted]]
+        if self.committed is None:
+            return [self.sequence.tokens[:position] for position in self.positions()]
+        return [[*self.before, *self.drafted]]
 
     def free_rows(self) -> list[IntArray | None]:
         """Of a job that drafts text: the draft's own tokens that each row may choose; None for any."""
@@ -136,19 +138,8 @@ class DraftJob(Job):
 
     def rows(self) -> list[Row]:
         """How to sample each of them, where the columns of `Rows` are not enough."""
-        sequence, base_len = self.sequence, self.committed_len
-        return [
-            Row(
-                sequence.params,
-                sequence.prompt_len,
-                history,
-                position,
-                sequence.seed,
-                base_len,
-                sequence.masks(history),
-            )
-            for history, position in zip(self.histories(), self.positions(), strict=True)
-        ]
+        each = zip(self.histories(), self.positions(), strict=True)
+        return [self.sequence.row(history, position, self.committed_len) for history, position in each]
 
     def add(self, drawn: Drawn, row: int) -> None:
         """Append one draft token; unless it is the last, the next pass runs it.
@@ -215,10 +206,9 @@ class TreeJob(DraftJob):
         """Likeliest tokens that it needs of each row: all that may become nodes."""
         return self.num_candidates
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """After each node that was run."""
-        depths = self.growth.depths
-        return [self.committed_len + (depths[node] + 1 if node >= 0 else 0) for node in self._open]
+        return [self.committed_len + self.growth.depth_after(node) for node in self._open]
 
     def histories(self) -> list[Sequence[int]]:
         """Each node's own path."""

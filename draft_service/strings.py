@@ -55,10 +55,6 @@ class StringJob(DraftJob):
         last = [] if self._end.token_id is None else [self._end.token_id]
         self._keep(num_kept, own_ids + last)
 
-    def positions(self) -> list[int]:
-        """After each of the last `num_rows` tokens; greedy choices do not depend on them."""
-        return [self.committed_len] * self.num_rows
-
     def free_rows(self) -> list[IntArray | None]:
         """See `DraftJob`: in the first pass, the tokens that begin with the open end."""
         if self._written or not self._end.text:

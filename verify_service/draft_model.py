@@ -108,10 +108,8 @@ class ModelDrafts(GrownDrafts):
             for cache, length in zip(caches, lengths, strict=True):
                 cache.truncate(length)
             return False
-        self.num_passes, self.num_nodes = (
-            self.num_passes + num_steps,
-            self.num_nodes + num_steps * len(growing),
-        )
+        self.num_passes += num_steps
+        self.num_nodes += num_steps * len(growing)
         for row, (each, own) in enumerate(zip(growing, followers, strict=True)):
             for node, found in enumerate(steps[: each.growth.max_depth], -1):
                 if node < each.growth.num_nodes:  # no finite score ends a chain

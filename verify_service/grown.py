@@ -14,7 +14,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -80,7 +79,7 @@ class Node(NamedTuple):
     @property
     def depth(self) -> int:
         """Draft tokens up to the node, its own included; 0 for the prefix."""
-        return self.of.growth.depths[self.node] + 1 if self.node >= 0 else 0
+        return self.of.growth.depth_after(self.node)
 
     @property
     def parent(self) -> int:
@@ -95,16 +94,9 @@ class Node(NamedTuple):
     def sampled(self) -> Row:
         """How the token after it is sampled."""
         sequence, committed = self.of.sequence, self.of.committed
-        path = self.of.growth.path_to(self.node)
-        return Row(
-            sequence.params,
-            sequence.prompt_len,
-            [*committed, *path] if sequence.params.needs_history else (),
-            len(committed) + self.depth,
-            sequence.seed,
-            len(committed),
-            sequence.masks([*committed, *path]) if sequence.grammar else None,
-        )
+        is_read = sequence.params.needs_history or sequence.grammar is not None
+        history = [*committed, *self.of.growth.path_to(self.node)] if is_read else ()
+        return sequence.row(history, len(committed) + self.depth, len(committed))
 
 
 class GrownDrafts:
@@ -124,7 +116,7 @@ class GrownDrafts:
         self.num_passes = self.num_nodes = self.prefill_ns = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
-        self._grown: WeakKeyDictionary[TokenSequence, Growing] = WeakKeyDictionary()
+        self._grown: dict[TokenSequence, Growing] = {}
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `OwnDrafts`."""
@@ -133,6 +125,7 @@ class GrownDrafts:
     def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
         """See `OwnDrafts`. Where there is no room, with the tokens that there was room for."""
         self.num_passes = self.num_nodes = self.prefill_ns = 0
+        self._grown = {sequence: grown for sequence, grown in self._grown.items() if not sequence.closed}
         try:
             growing = [found for each in judged if (found := self.begin(*each)) is not None]
             try:
@@ -208,9 +201,8 @@ class GrownDrafts:
             rows = Rows.of([node.sampled() for node in here])
             log_probs = sampling.apply_warps(sampling.apply_history(some, rows), rows)
             if is_drawn:
-                found = Drawn.supported(
-                    *to_host(*draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)[0])
-                )
+                on_device, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
+                found = Drawn.supported(*to_host(*on_device))
             else:
                 most, scores = max(node.of.num_ranked for node in here), noise.added(log_probs, rows)
                 ids, *others = to_host(*likeliest(scores, most=most, sharpness=self.sharpness))
