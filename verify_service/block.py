@@ -8,35 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specwire.core import Verdict
-from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import TokenSequence
 from verify_service.grown import Growing, Node
 from verify_service.own import Drafting
 from verify_service.paged import PagedDrafts
 
-
-class BlockDrafter(Protocol):
-    """A target with a block drafter: a `BlockRunner`."""
-
-    @property
-    def block_size(self) -> int:
-        """The last token and draft tokens of a block."""
-
-    @property
-    def context_len(self) -> int | None:
-        """Most tokens of a sequence; None for no limit."""
-
-    def draft(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
-        """See `BlockRunner.draft`."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """See `BlockRunner.logits`."""
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.block import BlockRunner
 
 
 class BlockDrafts(PagedDrafts):
@@ -47,7 +31,7 @@ class BlockDrafts(PagedDrafts):
         may_be_tree: whether the target verifies trees.
     """
 
-    def __init__(self, runner: BlockDrafter, *, may_be_tree: bool) -> None:
+    def __init__(self, runner: BlockRunner, *, may_be_tree: bool) -> None:
         super().__init__(may_be_tree=may_be_tree)
         self._runner = runner
         self._states: Tensor  # of the step's blocks, [num_sequences, block_size, state_size]

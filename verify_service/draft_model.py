@@ -10,9 +10,10 @@ others need them: it is filled again from the committed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,38 +21,16 @@ from specwire.config.services import VerifyConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, num_in_common
 from specwire.engine import chosen
 from specwire.engine.batch import Feed, Feeds
-from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
-from specwire.engine.model.chains import Choice
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
 from specwire.rule.choices import Kind
 from specwire.rule.columns import Rows
-from specwire.rule.transfer import to_device
 from verify_service.grown import Growing, GrownDrafts, Node
 
-
-class DraftRunner(Protocol):
-    """The draft model: a `ModelRunner`."""
-
-    context_len: int | None
-    vocab_size: int
-
-    @property
-    def can_decode(self) -> bool:
-        """See `ModelRunner.can_decode`."""
-
-    def new_sequence(self) -> SequenceCache:
-        """See `device.Runner`."""
-
-    def forward(self, feeds: Sequence[Feed]) -> Tensor:
-        """See `ModelRunner.forward`."""
-
-    def decode(
-        self, caches: Sequence[SequenceCache], logits: Tensor, choice: Choice
-    ) -> tuple[Tensor, ...] | None:
-        """See `ModelRunner.decode`."""
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.runner import ModelRunner
 
 
 class ModelDrafts(GrownDrafts):
@@ -67,7 +46,7 @@ class ModelDrafts(GrownDrafts):
     draws = True
 
     def __init__(
-        self, runner: DraftRunner, config: VerifyConfig, vocab_size: int, *, may_be_tree: bool
+        self, runner: ModelRunner, config: VerifyConfig, vocab_size: int, *, may_be_tree: bool
     ) -> None:
         super().__init__(may_be_tree=may_be_tree)
         self._runner, self._config, self._vocab_size = runner, config, vocab_size
@@ -120,14 +99,10 @@ class ModelDrafts(GrownDrafts):
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`."""
-        places: dict[Growing, list[int]] = {}
-        for place, (of, _) in enumerate(nodes):
-            places.setdefault(of, []).append(place)
-        feeds = [self._feed(of, [nodes[place].node for place in at]) for of, at in places.items()]
+        feeds = [
+            self._feed(of, [node for _, node in own]) for of, own in groupby(nodes, key=attrgetter("of"))
+        ]
         logits = self._forward(feeds)
-        order = [place for at in places.values() for place in at]
-        if order != [*range(len(nodes))]:
-            logits = logits[to_device(np.argsort(order), logits.device)]
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

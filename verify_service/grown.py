@@ -165,9 +165,7 @@ class GrownDrafts:
         """Expand open nodes, of all sequences together, until there are none."""
         noise: Noise | None = None
         while growing:
-            # What advances states may differ by depth; nodes of a depth lie together.
             nodes = [Node(each, node) for each in growing for node in each.open]
-            nodes.sort(key=lambda node: node.depth)
             logits = self.logits_after(nodes)
             self.num_passes, self.num_nodes = self.num_passes + 1, self.num_nodes + len(nodes)
             if noise is None:
@@ -182,7 +180,7 @@ class GrownDrafts:
         """Float32 [num_nodes, the target's vocabulary]; -inf for ids that the target cannot read.
 
         Args:
-            nodes: by depth.
+            nodes: of one sequence after another.
         """
         raise NotImplementedError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -51,14 +50,11 @@ class HeadsDrafts(GrownDrafts):
         states, depths = self._states, np.array([node.depth for node in nodes])
         rows = np.array([self._rows[node.of, node.parent] for node in nodes], np.int64)
         token_ids = np.array([node.token_id for node in nodes], np.int64)
-        before, after = states[to_device(rows, states.device)], to_device(token_ids, states.device)
-        ends = [*(np.flatnonzero(np.diff(depths)) + 1).tolist(), len(nodes)]
-        advanced = torch.cat(
-            [
-                self._heads.advance(before[start:end], after[start:end], int(depths[start]))
-                for start, end in pairwise([0, *ends])
-            ]
-        ).to(states.dtype)
+        advanced = states.new_empty(len(nodes), states.shape[1])
+        for depth in np.unique(depths):
+            at = np.flatnonzero(depths == depth)
+            before, after, here = (to_device(each, states.device) for each in (rows[at], token_ids[at], at))
+            advanced[here] = self._heads.advance(states[before], after, int(depth)).to(states.dtype)
         self._rows |= {(of, node): row for row, (of, node) in enumerate(nodes, len(states))}
         self._states = torch.cat([states, advanced])
         return self._heads.logits(advanced)

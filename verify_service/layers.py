@@ -16,7 +16,7 @@ and delay may depend on them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -30,12 +30,8 @@ from verify_service.own import Drafting
 from verify_service.paged import PagedDrafts
 from verify_service.threshold import Threshold
 
-
-class PartialRunner(Protocol):
-    """Runs the target, or a part of it."""
-
-    def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
-        """See `ModelRunner.forward_without`."""
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.runner import ModelRunner
 
 
 class LayersDrafts(PagedDrafts):
@@ -48,7 +44,7 @@ class LayersDrafts(PagedDrafts):
 
     sharpness = 1.0
 
-    def __init__(self, runner: PartialRunner, left_out: Blocks) -> None:
+    def __init__(self, runner: ModelRunner, left_out: Blocks) -> None:
         super().__init__(may_be_tree=False)
         self._runner, self._left_out = runner, left_out
         self._thresholds: WeakKeyDictionary[TokenSequence, Threshold] = WeakKeyDictionary()

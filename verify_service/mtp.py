@@ -8,7 +8,7 @@ Chains only: a tree of one layer would take attention to the nodes of a path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -18,15 +18,8 @@ from specwire.rule.transfer import to_device
 from verify_service.grown import Growing, Node
 from verify_service.paged import PagedDrafts
 
-
-class Predictor(Protocol):
-    """A target with layers for multi-token prediction: a `MtpRunner`."""
-
-    def advance(self, feeds: Sequence[Feed], depth: int, states: Tensor | None) -> Tensor:
-        """See `MtpRunner.advance`."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """See `MtpRunner.logits`."""
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.mtp import MtpRunner
 
 
 class MtpDrafts(PagedDrafts):
@@ -36,7 +29,7 @@ class MtpDrafts(PagedDrafts):
         runner: of the target.
     """
 
-    def __init__(self, runner: Predictor) -> None:
+    def __init__(self, runner: MtpRunner) -> None:
         super().__init__(may_be_tree=False)
         self._runner = runner
         self._states: Tensor  # after the nodes of the last pass
