@@ -19,9 +19,9 @@ from coordinator.drafts.choice import DraftChoice, DraftChoices
 from coordinator.prompts import Encoder, check_params, check_prompt, fitted, with_early_ends
 from coordinator.resuming import checked_resume_info
 from specwire.completion import ResumeInfo
+from specwire.config.own_methods import OWN_METHODS
 from specwire.config.security.bearer import Principal
 from specwire.config.services import NO_SEED, CoordinatorConfig
-from specwire.config.speculative import CHAINS_ONLY
 from specwire.core import ModelInfo, Rule, SamplingParams
 from specwire.errors import UnsupportedError
 from specwire.rpc.wire import client as client_wire
@@ -246,7 +246,8 @@ class RequestParser:
 
     def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
-        is_chain = draft.uses_own and self._target.own_source in CHAINS_ONLY
+        own = OWN_METHODS.get(self._target.own_source) if draft.uses_own else None
+        is_chain = own is not None and not own.has_trees
         if params.max_depth and (is_chain or not self._target.trees):
             by = f"draft={self._target.own_source} makes" if is_chain else f"{self._target.name} verifies"
             raise UnsupportedError("max_depth", params.max_depth, f"{by} chains only")

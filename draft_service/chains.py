@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
+from specwire.engine.drawn import Drawn
 from specwire.proposals import chains
 from specwire.proposals.tree import TokenTree
 from specwire.support import Support
@@ -45,7 +46,7 @@ class ChainsJob(DraftJob):
     def _depth(self) -> int:
         return len(self.drawn[0])
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """After the last token of each chain; before the first one, of all together."""
         return [self.committed_len + self._depth] * self.num_rows
 

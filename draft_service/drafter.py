@@ -6,7 +6,6 @@ Knows no grpc.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,22 +21,20 @@ from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, num_in_common
 from specwire.engine import chosen
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import NO_DRAFTING, Drafting
+from specwire.engine.drawn import NOTHING, Drawn
 from specwire.engine.jobs import Job
-from specwire.errors import InternalError, ResourceExhaustedError
+from specwire.errors import InternalError
 from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.calibration import NUM_RANKS
 from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
-from specwire.rule.choices import SHARPNESS, Kind
+from specwire.rule.choices import Kind, likeliest
 from specwire.rule.columns import EDITED, MATCHED, Places, Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import draw_supported, matched_scores, take_rows
 from specwire.rule.transfer import to_device, to_host
-from specwire.support import FloatArray, IntArray, Support
-
-_NOTHING: Mapping[Any, Any] = {}
-"""Of fields that are empty by default; ranks of a group pickle them, which mapping proxies do not allow."""
+from specwire.support import IntArray, Support
 
 
 @dataclass(eq=False)
@@ -120,18 +117,20 @@ class DraftJob(Job):
 
     @property
     def position(self) -> int:
-        """Of the next token, where the sequence has no tree."""
+        """Of the next token, or the first of those that are drawn next; where the sequence has no tree."""
         if self.committed is None:
             return len(self.sequence.tokens)
         return self.committed_len + len(self.drafted)
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """Of the tokens that are drawn after each of the last `num_rows` that were run."""
-        return [self.position]
+        return range(self.position, self.position + self.num_rows)
 
     def histories(self) -> list[Sequence[int]]:
         """The tokens before each of them."""
-        return [self.sequence.tokens if self.committed is None else [*self.before, *self.drafted]]
+        if self.committed is None:
+            return [self.sequence.tokens[:position] for position in self.positions()]
+        return [[*self.before, *self.drafted]]
 
     def free_rows(self) -> list[IntArray | None]:
         """Of a job that drafts text: the draft's own tokens that each row may choose; None for any."""
@@ -139,19 +138,8 @@ class DraftJob(Job):
 
     def rows(self) -> list[Row]:
         """How to sample each of them, where the columns of `Rows` are not enough."""
-        sequence, base_len = self.sequence, self.committed_len
-        return [
-            Row(
-                sequence.params,
-                sequence.prompt_len,
-                history,
-                position,
-                sequence.seed,
-                base_len,
-                sequence.masks(history),
-            )
-            for history, position in zip(self.histories(), self.positions(), strict=True)
-        ]
+        each = zip(self.histories(), self.positions(), strict=True)
+        return [self.sequence.row(history, position, self.committed_len) for history, position in each]
 
     def add(self, drawn: Drawn, row: int) -> None:
         """Append one draft token; unless it is the last, the next pass runs it.
@@ -218,10 +206,9 @@ class TreeJob(DraftJob):
         """Likeliest tokens that it needs of each row: all that may become nodes."""
         return self.num_candidates
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """After each node that was run."""
-        depths = self.growth.depths
-        return [self.committed_len + (depths[node] + 1 if node >= 0 else 0) for node in self._open]
+        return [self.committed_len + self.growth.depth_after(node) for node in self._open]
 
     def histories(self) -> list[Sequence[int]]:
         """Each node's own path."""
@@ -275,28 +262,6 @@ class LeavesJob(TreeJob):
         self.result = True
 
 
-class Drawn(NamedTuple):
-    """What was drawn from the rows of a step; one entry for each row.
-
-    Attributes:
-        token_ids: -1 where the logits are not finite.
-        supports: the support that each was drawn from, None where tokens are matched; empty if all are.
-            Token 0 alone where the logits are not finite.
-        ranked: likeliest tokens, best first; the drawn one may be among them. Empty if none are wanted.
-        shares: where tokens are matched, how likely each of them is the target's by the draft's scores alone;
-            empty if none are.
-        own_ids: by row of jobs that draft text, the likeliest of the draft's own tokens that it may choose.
-        of_chains: by row and number of chains, of jobs with several, the next token of each.
-    """
-
-    token_ids: list[int]
-    supports: Sequence[Support | None] = ()
-    ranked: Sequence[list[int]] = ()
-    shares: Sequence[list[float]] = ()
-    own_ids: Mapping[int, int] = _NOTHING
-    of_chains: Mapping[tuple[int, int], int] = _NOTHING
-
-
 class Question(NamedTuple):
     """The rows of all jobs.
 
@@ -311,7 +276,7 @@ class Question(NamedTuple):
     rows: Rows
     limits: Sequence[int]
     num_ranked: int
-    free: Mapping[int, IntArray | None] = _NOTHING
+    free: Mapping[int, IntArray | None] = NOTHING
     draws: Sequence[tuple[int, int]] = ()
     chains: Chains | None = None
 
@@ -412,40 +377,31 @@ class DraftDecider:
         """What is drawn at each step; nothing where the device does not decode."""
         started_ns = clock.stopwatch_ns()
         kind, caches, num_steps, vocab_limit = chains
-        logits, rows, found = logits[:, : vocab_limit or logits.shape[1]], question.rows, None
-        if chosen.fits(kind, num_steps, logits):
-            columns = rows.encoded, rows.firsts, rows.base_lens
-            choice = chosen.choice(kind, *columns, num_steps, logits, num_ranked=question.num_ranked)
-            with suppress(ResourceExhaustedError):
-                found = self.runner.decode(caches, logits, choice)
-        if found is None:
-            return []
-        token_ids, *others = to_host(*found)
-        num_nodes = (num_steps - 1) * len(caches)
-        self.drafting = Drafting(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
-        if not kind.matched:
-            steps = zip(token_ids, *others, strict=True)
-            return [_supports(*step, num_ranked=question.num_ranked) for step in steps]
-        if not question.num_ranked:
-            return [_matched(of_step) for of_step in token_ids]
-        return [_matched(*step) for step in zip(token_ids, *others, strict=True)]
+        logits = logits[:, : vocab_limit or logits.shape[1]]
+        found = chosen.decoded(
+            self.runner, kind, caches, question.rows, num_steps, logits, num_ranked=question.num_ranked
+        )
+        if found:
+            num_nodes = (num_steps - 1) * len(caches)
+            self.drafting = Drafting(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
+        return found
 
     def _drawn(self, question: Question, logits: Tensor) -> Drawn:
         rows = question.rows
         logits = _limit_vocabulary(logits, question.limits)
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         matched, sampled = rows.having(MATCHED), rows.having(MATCHED, wanted=False)
-        chosen, drawn = self._match(question, log_probs, matched), self._draw(question, log_probs, sampled)
-        host = to_host(*chosen, *drawn)
-        of_chains: Mapping[tuple[int, int], int] = _NOTHING
+        ours, theirs = self._match(question, log_probs, matched), self._draw(question, log_probs, sampled)
+        host = to_host(*ours, *theirs)
+        of_chains: Mapping[tuple[int, int], int] = NOTHING
         if question.draws:
             of_chains = dict(zip(question.draws, host.pop().tolist(), strict=True))
         if sampled is None:
-            return _matched(*host)
-        found = _supports(*host[len(chosen) :], num_ranked=question.num_ranked)
+            return Drawn.matched(*host)
+        found = Drawn.supported(*host[len(ours) :], num_ranked=question.num_ranked)
         if matched is not None:
             order = np.argsort(np.concatenate([matched, sampled])).tolist()
-            found = _interleaved(_matched(*host[: len(chosen)]), found, order)
+            found = _interleaved(Drawn.matched(*host[: len(ours)]), found, order)
         return found._replace(of_chains=of_chains)
 
     def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
@@ -460,19 +416,17 @@ class DraftDecider:
                 row += num_rows
 
     def _match(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
-        """What `_matched` reads; nothing for no rows."""
+        """What `Drawn.matched` reads; nothing for no rows."""
         if places is None:
             return []
         scores = matched_scores(take_rows(log_probs, places), question.rows.take(places))
         token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
         if not question.num_ranked:
             return [token_ids]
-        top = scores.topk(min(question.num_ranked, scores.shape[1]), dim=-1)
-        shares = (SHARPNESS * top.values - (SHARPNESS * scores).logsumexp(dim=-1, keepdim=True)).exp()
-        return [token_ids, top.indices, (top.values > float("-inf")).sum(dim=-1), shares]
+        return [token_ids, *likeliest(scores, most=question.num_ranked)]
 
     def _draw(self, question: Question, log_probs: Tensor, places: Places | None) -> list[Tensor]:
-        """What `_supports` reads. Truncate first, then sample from exactly the numbers that are sent.
+        """What `Drawn.supported` reads. Truncate first, then sample from exactly the numbers that are sent.
 
         A row without finite logits has the token -1.
         """
@@ -507,38 +461,6 @@ def _interleaved(ours: Drawn, theirs: Drawn, order: Sequence[int]) -> Drawn:
         both = [*(one or [nothing] * len(ours.token_ids)), *(other or [nothing] * len(theirs.token_ids))]
         columns.append([both[i] for i in order])
     return Drawn(*columns)
-
-
-def _matched(token_ids: IntArray, *candidates: Any) -> Drawn:
-    """For rows where tokens are matched.
-
-    Args:
-        candidates: if they are wanted: ids [num_rows, num_ranked], best first; how many there are of each row
-            [num_rows]; shares, as the ids.
-    """
-    if not candidates:
-        return Drawn(token_ids.tolist())
-    ranked, lengths, shares = (column.tolist() for column in candidates)
-    return Drawn(
-        token_ids.tolist(),
-        ranked=[ids[:n] for ids, n in zip(ranked, lengths, strict=True)],
-        shares=[of_row[:n] for of_row, n in zip(shares, lengths, strict=True)],
-    )
-
-
-def _supports(
-    token_ids: IntArray, ids: IntArray, probs: FloatArray, lengths: IntArray, *, num_ranked: int
-) -> Drawn:
-    """For rows that were sampled from a support, which is sorted by probability, highest first.
-
-    Every row has as many likeliest tokens, however few are in its support: how much is prepared for the
-    outcomes of a proposal must not depend on its tokens.
-    """
-    each = zip(ids, probs, lengths.tolist(), strict=True)
-    supports = [Support(row[:n], own[:n]) for row, own, n in each]
-    if not num_ranked:
-        return Drawn(token_ids.tolist(), supports)
-    return Drawn(token_ids.tolist(), supports, ids[:, :num_ranked].tolist())
 
 
 def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:

@@ -498,49 +498,26 @@ class Lookahead:
         return self._sequence if branch is self._root else branch.job.sequence
 
     def _peek(self, branch: Branch) -> None:
-        """Once a proposal is finished, find the candidates that may follow all of it."""
+        """Once a proposal is finished, find the candidates after all of it, or after leaves of its tree."""
         if branch.proposal is None or branch.peeked:
             return
-        if isinstance(branch.job, TreeJob):
-            self._peek_at_leaves(branch, branch.job)
+        made, leaves, drafted = branch.job, branch.leaves(), list[int]()
+        kind: type[PeekJob | LeavesJob] = PeekJob
+        fields: dict[str, Any] = {"vocab_limit": self._vocab_limit, "num_candidates": NUM_RANKS}
+        if isinstance(made, TreeJob):
+            worths = [branch.worth * made.growth.worths[node] for node in leaves]
+            kind = LeavesJob
+            fields |= {"growth": made.growth, "leaves": leaves}
+        else:
+            drafted += branch.proposal.token_ids
+            worths = [branch.worth * share for share in self._forecast.bonus_probabilities(len(drafted))]
+        if not worths or worths[0] < MIN_WORTH:
             return
-        num_drafted = len(branch.proposal.token_ids)
-        worths = [branch.worth * share for share in self._forecast.bonus_probabilities(num_drafted)]
-        if worths[0] < MIN_WORTH:
-            return
-        job = PeekJob(
-            self._sequence_of(branch),
-            branch.job.committed_len + num_drafted,
-            [],
-            vocab_limit=self._vocab_limit,
-            num_candidates=NUM_RANKS,
-            worth=sum(worths),
-            committed=self._followed((*branch.path, *branch.proposal.token_ids)),
-        )
-        self._submit_peek(branch, job, worths)
-
-    def _peek_at_leaves(self, branch: Branch, tree: TreeJob) -> None:
-        leaves = branch.leaves()
-        if not leaves:
-            return
-        worths = [branch.worth * tree.growth.worths[node] for node in leaves]
-        job = LeavesJob(
-            self._sequence_of(branch),
-            tree.committed_len,
-            [],
-            vocab_limit=self._vocab_limit,
-            num_candidates=NUM_RANKS,
-            worth=sum(worths),
-            committed=self._followed(branch.path),
-            growth=tree.growth,
-            leaves=leaves,
-        )
-        self._submit_peek(branch, job, worths)
-
-    def _submit_peek(self, branch: Branch, job: PeekJob | LeavesJob, worths: list[float]) -> None:
+        fields |= {"worth": sum(worths), "committed": self._followed((*branch.path, *drafted))}
+        job = kind(self._sequence_of(branch), made.committed_len + len(drafted), [], **fields)
         branch.peeked, branch.bonus_worths = True, worths
         try:
-            self._submit(branch, job, len(job.leaves) if isinstance(job, LeavesJob) else 0, background=True)
+            self._submit(branch, job, len(leaves), background=True)
         except SpecwireError as error:  # the end of the context, or of the service
             branch.settle(job, error)
 

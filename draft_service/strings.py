@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
 from draft_service.translation import Committed, OpenEnd
 from draft_service.vocabulary import SharedVocabulary, Vocabulary
 from specwire.core import Proposal
+from specwire.engine.drawn import Drawn
 from specwire.errors import InternalError
 from specwire.support import IntArray
 
@@ -53,10 +54,6 @@ class StringJob(DraftJob):
         num_kept, own_ids, self._end = committed.own_open(self.num_draft_tokens)
         last = [] if self._end.token_id is None else [self._end.token_id]
         self._keep(num_kept, own_ids + last)
-
-    def positions(self) -> list[int]:
-        """After each of the last `num_rows` tokens; greedy choices do not depend on them."""
-        return [self.committed_len] * self.num_rows
 
     def free_rows(self) -> list[IntArray | None]:
         """See `DraftJob`: in the first pass, the tokens that begin with the open end."""

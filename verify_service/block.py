@@ -8,32 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specwire.core import Verdict
-from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import TokenSequence
 from verify_service.grown import Growing, Node
 from verify_service.own import Drafting
-from verify_service.paged import PagedDrafts, PagedScorer
+from verify_service.paged import PagedDrafts
 
-
-class BlockDrafter(PagedScorer, Protocol):
-    """A target with a block drafter: a `BlockRunner`."""
-
-    @property
-    def block_size(self) -> int:
-        """The last token and draft tokens of a block."""
-
-    @property
-    def context_len(self) -> int | None:
-        """Most tokens of a sequence; None for no limit."""
-
-    def draft(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
-        """See `BlockRunner.draft`."""
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.block import BlockRunner
 
 
 class BlockDrafts(PagedDrafts):
@@ -44,11 +31,11 @@ class BlockDrafts(PagedDrafts):
         may_be_tree: whether the target verifies trees.
     """
 
-    def __init__(self, runner: BlockDrafter, *, may_be_tree: bool) -> None:
-        super().__init__(runner, may_be_tree=may_be_tree)
+    def __init__(self, runner: BlockRunner, *, may_be_tree: bool) -> None:
+        super().__init__(may_be_tree=may_be_tree)
         self._runner = runner
         self._states: Tensor  # of the step's blocks, [num_sequences, block_size, state_size]
-        self._places: dict[int, int] = {}
+        self._places: dict[Growing, int] = {}
 
     def begin(
         self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
@@ -61,18 +48,17 @@ class BlockDrafts(PagedDrafts):
             drafting.wanted = replace(wanted, num_draft_tokens=min(wanted.num_draft_tokens, most))
         return super().begin(sequence, drafting, row, verdict)
 
-    def fill(self, growing: Sequence[Growing]) -> list[Growing]:
-        """See `PagedDrafts`: all blocks in one pass; none near the end of the context."""
+    def grow(self, growing: list[Growing]) -> None:
+        """See `GrownDrafts`; nothing near the end of the context."""
         longest = self._runner.context_len
         room = self._runner.block_size - 1
-        fitting = [each for each in growing if longest is None or len(each.committed) + room <= longest]
-        if fitting:
-            caches = [each.sequence.cache for each in fitting]
-            self._states = self._runner.draft(caches, [each.committed[-1] for each in fitting])
-        self._places = {id(each): place for place, each in enumerate(fitting)}
-        return fitting
+        super().grow([each for each in growing if longest is None or len(each.committed) + room <= longest])
 
-    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
-        """See `GrownDrafts`."""
-        found = [self._states[self._places[id(node.of)], node.depth + 1] for node in nodes]
-        return torch.stack(found).to(states.dtype)
+    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
+        """See `GrownDrafts`: all blocks in one pass, before the first candidates."""
+        if nodes[0].depth == 0:
+            caches = [node.of.sequence.cache for node in nodes]
+            self._states = self._runner.draft(caches, [node.token_id for node in nodes])
+            self._places = {of: place for place, (of, _) in enumerate(nodes)}
+        found = [self._states[self._places[node.of], node.depth + 1] for node in nodes]
+        return self._runner.logits(torch.stack(found))

@@ -9,62 +9,32 @@ others need them: it is filled again from the committed tokens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Protocol
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specwire.config.services import VerifyConfig
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, SUPPORT_MASS, num_in_common
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, num_in_common
 from specwire.engine import chosen
 from specwire.engine.batch import Feed, Feeds
-from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
-from specwire.engine.model.chains import Choice
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
-from specwire.rule import sampling
 from specwire.rule.choices import Kind
-from specwire.rule.columns import MATCHED, Rows
-from specwire.rule.rows import draw_supported
-from specwire.rule.transfer import to_device, to_host
-from specwire.support import Support
-from verify_service import on_device
+from specwire.rule.columns import Rows
 from verify_service.grown import Growing, GrownDrafts, Node
-from verify_service.own import Noise
 
-log = logging.getLogger(__name__)
-
-
-class DraftRunner(Protocol):
-    """The draft model: a `ModelRunner`."""
-
-    context_len: int | None
-    vocab_size: int
-
-    @property
-    def can_decode(self) -> bool:
-        """See `ModelRunner.can_decode`."""
-
-    def new_sequence(self) -> SequenceCache:
-        """See `device.Runner`."""
-
-    def forward(self, feeds: Sequence[Feed]) -> Tensor:
-        """See `ModelRunner.forward`."""
-
-    def decode(
-        self, caches: Sequence[SequenceCache], logits: Tensor, choice: Choice
-    ) -> tuple[Tensor, ...] | None:
-        """See `ModelRunner.decode`."""
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.runner import ModelRunner
 
 
 class ModelDrafts(GrownDrafts):
-    """See `GrownDrafts`.
+    """See `GrownDrafts`. Chains of one kind are decoded on the device, where it can.
 
     Args:
         runner: of the draft model.
@@ -73,15 +43,17 @@ class ModelDrafts(GrownDrafts):
         may_be_tree: whether the target verifies trees.
     """
 
+    draws = True
+
     def __init__(
-        self, runner: DraftRunner, config: VerifyConfig, vocab_size: int, *, may_be_tree: bool
+        self, runner: ModelRunner, config: VerifyConfig, vocab_size: int, *, may_be_tree: bool
     ) -> None:
         super().__init__(may_be_tree=may_be_tree)
         self._runner, self._config, self._vocab_size = runner, config, vocab_size
         self.support_len = min(vocab_size, MAX_SUPPORT)
         self._followers: dict[TokenSequence, TokenSequence] = {}
 
-    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
+    def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing for sequences near the end of the draft's context."""
         for closed in [each for each in self._followers if each.closed]:
             self._followers.pop(closed).cache.release()
@@ -91,82 +63,50 @@ class ModelDrafts(GrownDrafts):
         ]
         for each in fitting:
             self._follow(each)
-        try:
-            caught_up = self._caught_up(fitting)
-            for kind, alike in on_device.grouped(caught_up).items() if self._runner.can_decode else ():
-                if self._decoded(kind, alike):
-                    caught_up = [each for each in caught_up if each not in alike]
-            super().grow(caught_up, states)
-        except ResourceExhaustedError as error:
-            log.debug("no room to draft in: %s", error)
+        caught_up = self._caught_up(fitting)
+        kinds = {each: chosen.kind_of(each.sequence.encoded) for each in caught_up if _is_long_chain(each)}
+        for kind in {*kinds.values()} if self._runner.can_decode else ():
+            alike = [each for each in caught_up if kinds.get(each) == kind]
+            if kind is not None and self._decoded(kind, alike):
+                caught_up = [each for each in caught_up if each not in alike]
+        super().grow(caught_up)
 
     def _decoded(self, kind: Kind, growing: list[Growing]) -> bool:
         """Draft chains of one kind on the device; whether it could."""
         num_steps = max(each.growth.max_depth for each in growing)
-        longest = max(len(each.committed) for each in growing) + num_steps
-        if self._runner.context_len and longest > self._runner.context_len:
+        bases = [len(each.committed) for each in growing]
+        if self._runner.context_len and max(bases) + num_steps > self._runner.context_len:
             return False
         followers = [self._followers[each.sequence] for each in growing]
-        lengths = [own.cache.length for own in followers]
+        lengths, caches = [own.cache.length for own in followers], [own.cache for own in followers]
         width = min(self._vocab_size, self._runner.vocab_size)
         logits = self.logits_after([Node(each, -1) for each in growing])[:, :width]
-        found = None
-        if chosen.fits(kind, num_steps, logits):
-            encoded, bases = (
-                [each.sequence.encoded for each in growing],
-                [len(each.committed) for each in growing],
-            )
-            choice = chosen.choice(kind, encoded, bases, bases, num_steps, logits)
-            with suppress(ResourceExhaustedError):
-                found = self._runner.decode([own.cache for own in followers], logits, choice)
-        if found is None:
-            for own, length in zip(followers, lengths, strict=True):
-                own.cache.truncate(length)
+        rows = Rows([each.sequence.encoded for each in growing], [1] * len(growing), bases, bases)
+        steps = chosen.decoded(self._runner, kind, caches, rows, num_steps, logits)
+        if not steps:
+            for cache, length in zip(caches, lengths, strict=True):
+                cache.truncate(length)
             return False
-        self.num_passes, self.num_nodes = self.num_passes + num_steps, self.num_nodes + found[0].numel()
-        on_device.add(kind, growing, to_host(*found))
-        for each, own in zip(growing, followers, strict=True):
+        self.num_passes += num_steps
+        self.num_nodes += num_steps * len(growing)
+        for row, (each, own) in enumerate(zip(growing, followers, strict=True)):
+            for node, found in enumerate(steps[: each.growth.max_depth], -1):
+                if node < each.growth.num_nodes:  # no finite score ends a chain
+                    each.add(node, found, row)
             own.tokens += each.growth.token_ids[:-1]
             own.cache.truncate(min(own.cache.length, len(own.tokens)))
         return True
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`."""
-        places: dict[Growing, list[int]] = {}
-        for place, (of, _) in enumerate(nodes):
-            places.setdefault(of, []).append(place)
-        feeds = [self._feed(of, [nodes[place].node for place in at]) for of, at in places.items()]
+        feeds = [
+            self._feed(of, [node for _, node in own]) for of, own in groupby(nodes, key=attrgetter("of"))
+        ]
         logits = self._forward(feeds)
-        order = [place for at in places.values() for place in at]
-        if order != [*range(len(nodes))]:
-            logits = logits[to_device(np.argsort(order), logits.device)]
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:, : self._vocab_size]
-
-    def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
-        """See `GrownDrafts`. Under rejection sampling a token is drawn; not under a grammar, whose masks may
-        fail, or be late, for one token and not for another."""
-        sequences = [of.sequence for of, _ in nodes]
-        is_drawn = [not each.encoded.traits & MATCHED and each.grammar is None for each in sequences]
-        if not any(is_drawn):
-            return super().add_candidates(nodes, logits, noise)
-        for add, wanted in ((super().add_candidates, False), (self._draw, True)):
-            at = [place for place, is_one in enumerate(is_drawn) if is_one is wanted]
-            if at:
-                rows = logits[to_device(np.array(at), logits.device)]
-                add([nodes[place] for place in at], rows, noise)
-        return None
-
-    @staticmethod
-    def _draw(nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
-        rows = Rows.of([node.sampled() for node in nodes])
-        log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        drawn = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)[0]
-        for (of, node), token_id, ids, probs, length in zip(nodes, *to_host(*drawn), strict=True):
-            of.growth.add(node, [max(0, int(token_id))], [1.0])
-            of.supports.append(Support(ids[:length], probs[:length]))
 
     def _follow(self, growing: Growing) -> None:
         """The draft's sequence becomes the committed tokens; it keeps what it has computed of them."""
@@ -235,3 +175,8 @@ class ModelDrafts(GrownDrafts):
                 if id(own.cache) not in needed:
                     own.cache.truncate(0)
             return self._runner.forward(Feeds.of(feeds))
+
+
+def _is_long_chain(growing: Growing) -> bool:
+    """A token alone is chosen as fast by the host."""
+    return growing.num_ranked == 1 and growing.growth.max_depth > 1

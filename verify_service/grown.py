@@ -13,22 +13,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from specwire.core import Outcome, Proposal, Verdict
+from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Outcome, Proposal, Verdict
+from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
+from specwire.errors import SpecwireError
 from specwire.proposals import tree
 from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
 from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
 from specwire.rule import sampling
-from specwire.rule.captured import captured
-from specwire.rule.choices import SHARPNESS
+from specwire.rule.choices import SHARPNESS, likeliest
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
+from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import Support, certain
 from verify_service.own import Drafting, Judged, Noise
@@ -44,10 +44,9 @@ class Growing:
         committed: its tokens, those of the outcome included.
         num_ranked: candidates at each node; 1 for a chain.
         row: of the verdict, after the last accepted token.
-        rows: where states are kept: by node that was expanded, the row of the state after it; -1 is the
-            prefix, and -2 all of the prefix but its last token.
+        is_drawn: a chain of tokens that are drawn, instead of the likeliest ones.
         open: nodes to expand next.
-        supports: of a chain that was drawn, one for each token.
+        supports: that tokens were drawn from.
     """
 
     sequence: TokenSequence
@@ -55,9 +54,20 @@ class Growing:
     growth: TreeGrowth
     num_ranked: int
     row: int
-    rows: dict[int, int] = field(default_factory=dict)
+    is_drawn: bool = False
     open: list[int] = field(default_factory=lambda: [-1])
     supports: list[Support] = field(default_factory=list)
+
+    def add(self, node: int, found: Drawn, row: int) -> None:
+        """What was drawn after a node, or the likeliest tokens there, are its children."""
+        if self.is_drawn:
+            support = found.supports[row]
+            assert support is not None
+            self.supports.append(support)
+            self.growth.add(node, [max(0, found.token_ids[row])], [1.0])
+        else:
+            num = self.num_ranked
+            self.growth.add(node, found.ranked[row][:num], found.shares[row][:num])
 
 
 class Node(NamedTuple):
@@ -69,31 +79,24 @@ class Node(NamedTuple):
     @property
     def depth(self) -> int:
         """Draft tokens up to the node, its own included; 0 for the prefix."""
-        return self.of.growth.depths[self.node] + 1 if self.node >= 0 else 0
+        return self.of.growth.depth_after(self.node)
+
+    @property
+    def parent(self) -> int:
+        """Of the prefix, what lies before its last token: -2."""
+        return self.of.growth.parents[self.node] if self.node >= 0 else -2
 
     @property
     def token_id(self) -> int:
         """Its own; of the prefix, the last one."""
         return self.of.growth.token_ids[self.node] if self.node >= 0 else self.of.committed[-1]
 
-    @property
-    def parent_row(self) -> int:
-        """The row of the state before its token."""
-        return self.of.rows[self.of.growth.parents[self.node] if self.node >= 0 else -2]
-
     def sampled(self) -> Row:
         """How the token after it is sampled."""
         sequence, committed = self.of.sequence, self.of.committed
-        path = self.of.growth.path_to(self.node)
-        return Row(
-            sequence.params,
-            sequence.prompt_len,
-            [*committed, *path] if sequence.params.needs_history else (),
-            len(committed) + self.depth,
-            sequence.seed,
-            len(committed),
-            sequence.masks([*committed, *path]) if sequence.grammar else None,
-        )
+        is_read = sequence.params.needs_history or sequence.grammar is not None
+        history = [*committed, *self.of.growth.path_to(self.node)] if is_read else ()
+        return sequence.row(history, len(committed) + self.depth, len(committed))
 
 
 class GrownDrafts:
@@ -104,6 +107,8 @@ class GrownDrafts:
     """
 
     sharpness = SHARPNESS
+    draws = False
+    """Whether tokens are drawn where they are not matched."""
     support_len = 0
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
@@ -111,19 +116,23 @@ class GrownDrafts:
         self.num_passes = self.num_nodes = self.prefill_ns = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
-        self._grown: WeakKeyDictionary[TokenSequence, Growing] = WeakKeyDictionary()
+        self._grown: dict[TokenSequence, Growing] = {}
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `OwnDrafts`."""
         return logits, None
 
     def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
-        """See `OwnDrafts`."""
+        """See `OwnDrafts`. Where there is no room, with the tokens that there was room for."""
         self.num_passes = self.num_nodes = self.prefill_ns = 0
+        self._grown = {sequence: grown for sequence, grown in self._grown.items() if not sequence.closed}
         try:
             growing = [found for each in judged if (found := self.begin(*each)) is not None]
-            if growing:
-                self.grow(growing, states)
+            try:
+                if growing:
+                    self.grow(growing)
+            except SpecwireError as error:
+                log.debug("no more is drafted: %s", error)
             for sequence, drafting, _, _ in judged:
                 drafting.proposal = self._proposal(sequence)
         except Exception:
@@ -147,20 +156,16 @@ class GrownDrafts:
         size = drafting.wanted.num_draft_tokens if is_tree else depth
         growth = TreeGrowth(size, depth, self._calibrations[kind])
         num_ranked, row = NUM_RANKS if is_tree else 1, row + _row_of(drafting.outcome)
-        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row)
+        # The masks of a grammar may fail, or be late, for one token and not for another: none is drawn then.
+        is_drawn = self.draws and not kind and sequence.grammar is None
+        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row, is_drawn)
         return found
 
-    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
-        """Expand open nodes, of all sequences together, until there are none.
-
-        Args:
-            states: of the verdicts' rows, if there are any.
-        """
+    def grow(self, growing: list[Growing]) -> None:
+        """Expand open nodes, of all sequences together, until there are none."""
         noise: Noise | None = None
         while growing:
-            # What advances states may differ by depth; nodes of a depth lie together.
             nodes = [Node(each, node) for each in growing for node in each.open]
-            nodes.sort(key=lambda node: node.depth)
             logits = self.logits_after(nodes)
             self.num_passes, self.num_nodes = self.num_passes + 1, self.num_nodes + len(nodes)
             if noise is None:
@@ -175,7 +180,7 @@ class GrownDrafts:
         """Float32 [num_nodes, the target's vocabulary]; -inf for ids that the target cannot read.
 
         Args:
-            nodes: by depth.
+            nodes: of one sequence after another.
         """
         raise NotImplementedError
 
@@ -184,14 +189,24 @@ class GrownDrafts:
         return growing.growth.expand(NUM_EXPANDED)
 
     def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
-        """The likeliest tokens after each node become its children."""
-        rows = Rows.of([node.sampled() for node in nodes])
-        scores = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
-        most = min(max(node.of.num_ranked for node in nodes), scores.shape[1])
-        found = to_host(*_ranked(noise.added(scores, rows), sharpness=self.sharpness, most=most))
-        for (of, node), ids, of_ids, num in zip(nodes, *(each.tolist() for each in found), strict=True):
-            most = min(num, of.num_ranked)
-            of.growth.add(node, ids[:most], of_ids[:most])
+        """What is drawn after each node, or the likeliest tokens there, become its children."""
+        for is_drawn in (False, True):
+            at = [place for place, node in enumerate(nodes) if node.of.is_drawn is is_drawn]
+            if not at:
+                continue
+            here = [nodes[place] for place in at]
+            some = logits if len(at) == len(nodes) else logits[to_device(np.array(at), logits.device)]
+            rows = Rows.of([node.sampled() for node in here])
+            log_probs = sampling.apply_warps(sampling.apply_history(some, rows), rows)
+            if is_drawn:
+                on_device, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
+                found = Drawn.supported(*to_host(*on_device))
+            else:
+                most, scores = max(node.of.num_ranked for node in here), noise.added(log_probs, rows)
+                ids, *others = to_host(*likeliest(scores, most=most, sharpness=self.sharpness))
+                found = Drawn.matched(ids[:, 0], ids, *others)
+            for row, (of, node) in enumerate(here):
+                of.add(node, found, row)
 
     def _proposal(self, sequence: TokenSequence) -> Proposal | None:
         grown = self._grown.get(sequence)
@@ -203,61 +218,6 @@ class GrownDrafts:
         if grown.supports:
             return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
         return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
-
-
-@captured
-def _ranked(scores: Tensor, *, sharpness: float, most: int) -> tuple[Tensor, ...]:
-    """The likeliest tokens of each row, best first, their shares, and how many of them there are."""
-    scores = sharpness * scores
-    top = scores.topk(most, dim=-1)
-    shares = (top.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
-    return top.indices, shares, ((top.values > float("-inf")) & shares.isfinite()).sum(dim=-1)
-
-
-class Scorer(Protocol):
-    """What states are scored with."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
-
-
-class StatesDrafts(GrownDrafts):
-    """Proposals that grow from states: of the last accepted token, then of each node that is expanded.
-
-    Args:
-        scorer: of states.
-        may_be_tree: whether proposals may be trees.
-    """
-
-    def __init__(self, scorer: Scorer, *, may_be_tree: bool) -> None:
-        super().__init__(may_be_tree=may_be_tree)
-        self._scorer = scorer
-        self._of_rows: Tensor  # states so far, [num_rows, state_size]
-
-    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
-        """See `GrownDrafts`."""
-        assert states is not None
-        for place, each in enumerate(growing):
-            each.rows[-2] = place
-        self._of_rows = states[to_device(np.array([each.row for each in growing], np.int64), states.device)]
-        super().grow(growing, states)
-
-    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
-        """See `GrownDrafts`."""
-        advanced = self.advanced(nodes, self._of_rows)
-        for row, (of, node) in enumerate(nodes, len(self._of_rows)):
-            of.rows[node] = row
-        self._of_rows = torch.cat([self._of_rows, advanced])
-        return self._scorer.logits(advanced)
-
-    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
-        """The state after each node, [num_nodes, state_size], in the dtype of `states`.
-
-        Args:
-            nodes: by depth.
-            states: of all rows so far.
-        """
-        raise NotImplementedError
 
 
 def _row_of(outcome: Outcome | None) -> int:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from specwire.engine.heads.model import Heads
 from specwire.rule.transfer import to_device
-from verify_service.grown import Node, StatesDrafts
+from verify_service.grown import Growing, GrownDrafts, Node
+from verify_service.own import Judged
 
 
-class HeadsDrafts(StatesDrafts):
-    """See `StatesDrafts`.
+class HeadsDrafts(GrownDrafts):
+    """See `GrownDrafts`. Heads lead from the state before a token to the one after it.
 
     Args:
         heads: of the target.
@@ -22,22 +23,38 @@ class HeadsDrafts(StatesDrafts):
     """
 
     def __init__(self, heads: Heads, *, may_be_tree: bool) -> None:
-        super().__init__(heads, may_be_tree=may_be_tree)
+        super().__init__(may_be_tree=may_be_tree)
         self._heads = heads
+        self._states: Tensor  # so far, [num_rows, state_size]
+        self._rows: dict[tuple[Growing, int], int] = {}  # of the state after a node
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `GrownDrafts`; they lie side by side."""
         return logits[:, : self._heads.vocab_size], logits[:, self._heads.vocab_size :]
 
-    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
+    def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
         """See `GrownDrafts`."""
-        columns = np.array([(node.parent_row, node.token_id, node.depth) for node in nodes], np.int64).T
-        parents, token_ids = (to_device(column.copy(), states.device) for column in columns[:2])
-        before = states[parents]
-        depths, starts = np.unique(columns[2], return_index=True)
-        ends = [*starts[1:].tolist(), len(nodes)]
-        parts = [
-            self._heads.advance(before[start:end], token_ids[start:end], depth)
-            for depth, start, end in zip(depths.tolist(), starts.tolist(), ends, strict=True)
-        ]
-        return torch.cat(parts).to(states.dtype)
+        assert states is not None
+        self._states = states
+        super().propose(judged, states)
+
+    def grow(self, growing: list[Growing]) -> None:
+        """See `GrownDrafts`."""
+        rows = np.array([each.row for each in growing], np.int64)
+        self._states = self._states[to_device(rows, self._states.device)]
+        self._rows = {(each, -2): place for place, each in enumerate(growing)}
+        super().grow(growing)
+
+    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
+        """See `GrownDrafts`. Heads differ by depth."""
+        states, depths = self._states, np.array([node.depth for node in nodes])
+        rows = np.array([self._rows[node.of, node.parent] for node in nodes], np.int64)
+        token_ids = np.array([node.token_id for node in nodes], np.int64)
+        advanced = states.new_empty(len(nodes), states.shape[1])
+        for depth in np.unique(depths):
+            at = np.flatnonzero(depths == depth)
+            before, after, here = (to_device(each, states.device) for each in (rows[at], token_ids[at], at))
+            advanced[here] = self._heads.advance(states[before], after, int(depth)).to(states.dtype)
+        self._rows |= {(of, node): row for row, (of, node) in enumerate(nodes, len(states))}
+        self._states = torch.cat([states, advanced])
+        return self._heads.logits(advanced)

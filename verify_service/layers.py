@@ -15,9 +15,8 @@ and delay may depend on them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -26,22 +25,16 @@ from specwire.core import Verdict
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.layers.blocks import Blocks
-from specwire.errors import SpecwireError
-from verify_service.grown import Growing, GrownDrafts, Node
+from verify_service.grown import Growing, Node
 from verify_service.own import Drafting
+from verify_service.paged import PagedDrafts
 from verify_service.threshold import Threshold
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.runner import ModelRunner
 
 
-class PartialRunner(Protocol):
-    """Runs the target, or a part of it."""
-
-    def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
-        """See `ModelRunner.forward_without`."""
-
-
-class LayersDrafts(GrownDrafts):
+class LayersDrafts(PagedDrafts):
     """See `GrownDrafts`.
 
     Args:
@@ -51,7 +44,7 @@ class LayersDrafts(GrownDrafts):
 
     sharpness = 1.0
 
-    def __init__(self, runner: PartialRunner, left_out: Blocks) -> None:
+    def __init__(self, runner: ModelRunner, left_out: Blocks) -> None:
         super().__init__(may_be_tree=False)
         self._runner, self._left_out = runner, left_out
         self._thresholds: WeakKeyDictionary[TokenSequence, Threshold] = WeakKeyDictionary()
@@ -59,7 +52,7 @@ class LayersDrafts(GrownDrafts):
     def begin(
         self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
     ) -> Growing | None:
-        """See `GrownDrafts`; what the last pass wrote behind the committed tokens is dropped."""
+        """See `GrownDrafts`; how the last proposal fared says where the next one ends."""
         before, judged = self._grown.get(sequence), drafting.judged
         found = super().begin(sequence, drafting, row, verdict)
         threshold = self._thresholds.setdefault(sequence, Threshold())
@@ -68,21 +61,7 @@ class LayersDrafts(GrownDrafts):
             assert drafting.outcome is not None
             was_longest = num_drafted == before.growth.max_depth
             threshold.learn(drafting.outcome.num_accepted, num_drafted, was_longest=was_longest)
-        if found is None or judged.parents or sequence.cache.length < len(found.committed) - 1:
-            return None
-        sequence.cache.truncate(len(found.committed) - 1)
         return found
-
-    def grow(self, growing: list[Growing], states: Tensor | None) -> None:
-        """See `GrownDrafts`; where the cache is full, with the tokens that there was room for."""
-        try:
-            super().grow(growing, states)
-        except SpecwireError as error:
-            log.debug("no more is drafted: %s", error)
-        finally:
-            for each in growing:
-                cache = each.sequence.cache
-                cache.truncate(min(cache.length, len(each.committed) - 1))
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`: one token of each sequence."""

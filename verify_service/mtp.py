@@ -8,22 +8,18 @@ Chains only: a tree of one layer would take attention to the nodes of a path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from specwire.engine.batch import Feed
 from specwire.rule.transfer import to_device
-from verify_service.grown import Node
-from verify_service.paged import PagedDrafts, PagedScorer
+from verify_service.grown import Growing, Node
+from verify_service.paged import PagedDrafts
 
-
-class Predictor(PagedScorer, Protocol):
-    """A target with layers for multi-token prediction: a `MtpRunner`."""
-
-    def advance(self, feeds: Sequence[Feed], depth: int, states: Tensor | None) -> Tensor:
-        """See `MtpRunner.advance`."""
+if TYPE_CHECKING:  # it loads transformers
+    from specwire.engine.model.mtp import MtpRunner
 
 
 class MtpDrafts(PagedDrafts):
@@ -33,14 +29,19 @@ class MtpDrafts(PagedDrafts):
         runner: of the target.
     """
 
-    def __init__(self, runner: Predictor) -> None:
-        super().__init__(runner, may_be_tree=False)
+    def __init__(self, runner: MtpRunner) -> None:
+        super().__init__(may_be_tree=False)
         self._runner = runner
+        self._states: Tensor  # after the nodes of the last pass
+        self._rows: dict[Growing, int] = {}  # of each sequence's among them
 
-    def advanced(self, nodes: Sequence[Node], states: Tensor) -> Tensor:
+    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`. Chains that began together: all nodes have one depth."""
-        depth = nodes[0].depth
+        depth, before = nodes[0].depth, None
+        if depth:
+            rows = np.array([self._rows[node.of] for node in nodes], np.int64)
+            before = self._states[to_device(rows, self._states.device)]
         feeds = [Feed(node.of.sequence.cache, [node.token_id]) for node in nodes]
-        parents = np.array([node.parent_row for node in nodes], np.int64)
-        before = states[to_device(parents, states.device)] if depth else None
-        return self._runner.advance(feeds, depth, before).to(states.dtype)
+        self._states = self._runner.advance(feeds, depth, before)
+        self._rows = {of: row for row, (of, _) in enumerate(nodes)}
+        return self._runner.logits(self._states)

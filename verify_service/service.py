@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from specwire.config.own_methods import DFLASH, DRAFT_MODEL, HEADS, LAYERS, MTP
 from specwire.config.services import VerifyConfig
-from specwire.config.speculative import DFLASH, DRAFT_MODEL, HEADS, LAYERS, MTP
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService

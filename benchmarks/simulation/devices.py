@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
 from specwire.core import Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decider
+from specwire.engine.drawn import Drawn
 from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine

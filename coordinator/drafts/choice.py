@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specwire.config.fields import check
+from specwire.config.own_methods import DRAFT_MODEL, OWN
 from specwire.config.services import CoordinatorConfig
-from specwire.config.speculative import COUNTS, DRAFT_MODEL, METHODS, MODEL, OWN, SUFFIX
+from specwire.config.speculative import COUNTS, METHODS, MODEL, SUFFIX
 from specwire.core import DRAFT_OFF, SamplingParams
 from specwire.errors import InvalidRequestError
 

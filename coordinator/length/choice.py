@@ -287,7 +287,7 @@ class SharedChoice:
         way = before.best if before and before.best in ways else ways[0]
         if self.are_known:
             if not self._num_rounds:  # what trees bring follows from what chains do
-                ways = [each for each in ways if not each.num_nodes]
+                ways = [each for each in ways if not each.num_nodes] or ways
             way = ways[int(np.argmax(self._rates(among, ways)[0]))]
             self._prospects.clear()
         is_tried = before is not None and before.way != before.best and before.way in ways

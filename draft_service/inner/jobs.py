@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
 from draft_service.inner.stream import InnerStream
+from specwire.engine.drawn import Drawn
 
 
 @dataclass(eq=False)
@@ -50,16 +51,8 @@ class InnerJob(DraftJob):
 
     @property
     def position(self) -> int:
-        """Of the first token that is drawn."""
+        """Of the first token that is drawn; wrong guesses are before those that are dropped."""
         return len(self.sequence.tokens) - self.num_guessed
-
-    def positions(self) -> list[int]:
-        """Each follows the one before it."""
-        return [self.position + i for i in range(self.num_rows)]
-
-    def histories(self) -> list[Sequence[int]]:
-        """The tokens before each; guesses that turn out wrong are in those of tokens that are dropped."""
-        return [self.sequence.tokens[:position] for position in self.positions()]
 
     def add(self, drawn: Drawn, row: int) -> None:
         """Append the drawn tokens up to the first that differs from its guess, that one included."""

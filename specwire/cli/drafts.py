@@ -8,18 +8,13 @@ from typing import NamedTuple
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
+from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS
 from specwire.config.speculative import (
     ABOVE,
     BEAMS,
     COUNTS,
-    DFLASH,
-    DRAFT_MODEL,
-    HEADS,
     KSEQ,
-    LAYERS,
-    MTP,
     NGRAM,
-    OWN_ARGUMENTS,
     SUFFIX,
 )
 from specwire.core import ModelInfo
@@ -32,10 +27,7 @@ _NEEDS = {
     KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     BEAMS: "a draft service: num_beams of a request",
-    HEADS: "heads of the target: --draft heads:DIR",
-    LAYERS: "blocks that the target can spare: --draft layers:SKIP, or layers:auto",
-    MTP: "a target whose checkpoint has layers for multi-token prediction: --draft mtp",
-    DFLASH: "a block drafter of the target: --draft dflash:DIR",
+    **{source: method.needs for source, method in OWN_METHODS.items()},
     NGRAM: "nothing",
     SUFFIX: "nothing",
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
@@ -43,7 +35,7 @@ _NEEDS = {
 
 _NEEDS_BESIDE_ENCODER = {
     _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
-    **dict.fromkeys(OWN_ARGUMENTS, "a target without an encoder"),
+    **dict.fromkeys(OWN_METHODS, "a target without an encoder"),
 }
 
 
@@ -135,7 +127,7 @@ def lines(
         KSEQ: has_chains,
         _HIERARCHY: inner != "",
         BEAMS: draft is not None,
-        **{source: target.own_source == source for source in OWN_ARGUMENTS},
+        **{source: target.own_source == source for source in OWN_METHODS},
     }
     sources = {_MODEL: DRAFT_MODEL if is_in_target else "", _HIERARCHY: ""}
     if draft is not None:

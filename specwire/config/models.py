@@ -9,15 +9,11 @@ from pathlib import Path
 from specwire.config.blocks import check_layers
 from specwire.config.fields import AUTO, check
 from specwire.config.flags import did_you_mean
+from specwire.config.own_methods import DRAFT_MODEL, LAYERS, OWN, OWN_METHODS, Own, named_own
 from specwire.config.speculative import (
     ABOVE,
-    DRAFT_MODEL,
     INNER_METHODS,
-    LAYERS,
     METHODS,
-    OWN,
-    Own,
-    named_own,
 )
 from specwire.core import Rule
 
@@ -69,15 +65,13 @@ def check_own(name: str, value: object, own: Own, target: str, num_devices: int)
     Args:
         name, value: of the flag that says so.
     """
-    if own.source == DRAFT_MODEL:
-        lacks = "device that a draft model could share"
-    else:
-        lacks = "layers" if own.source == LAYERS else "hidden states"
+    of_model = own.source == DRAFT_MODEL
+    lacks = "device that a draft model could share" if of_model else OWN_METHODS[own.source].lacks
     check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
     check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
     if own.source == LAYERS:
         check_layers(name, own.argument)
-    if own.source == DRAFT_MODEL:
+    if of_model:
         check_model(name, own.argument)
         check(not own.argument.startswith(EMULATED), name, value, "is emulated; give it a service of its own")
 

@@ -32,6 +32,7 @@ from specwire.config.models import (
     check_own,
     check_share,
 )
+from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS, Own, OwnFlags, named_own
 from specwire.config.parts import (
     EngineConfig,
     ListenConfig,
@@ -42,16 +43,10 @@ from specwire.config.parts import (
 )
 from specwire.config.security.tls import TLS, Credentials
 from specwire.config.speculative import (
-    DFLASH,
-    DRAFT_MODEL,
     INNER_METHODS,
     KSEQ,
-    MTP,
-    OWN_ARGUMENTS,
-    Own,
     SpeculativeConfig,
     model_draft,
-    named_own,
     own_draft,
     parse_speculative_config,
 )
@@ -213,25 +208,10 @@ class DraftConfig(ModelServiceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(ModelServiceConfig, TargetConfig):
+class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
     """The verify service, or several of them."""
 
     model: str = same(ModelServiceConfig, "model", alias="target")
-    heads: str = option(
-        "", "directory of draft heads of the model, as `specwire train-heads` makes them; empty for none"
-    )
-    layers: str = option(
-        "",
-        "blocks to draft without, such as a3,m3,m4 (attention and MLP of layer 3, MLP of layer 4), or a file "
-        f"that `specwire search-layers` wrote; {AUTO} for that beside the model; empty not to draft",
-    )
-    mtp: bool = option(False, "let the model's own layers for multi-token prediction draft for it")
-    dflash: str = option("", "directory of a block drafter (DFlash) of the model; empty for none")
-    draft_model: str = option(
-        "",
-        "directory or hub id of a draft model that runs in this process, on the target's device; empty for "
-        "none",
-    )
 
     @property
     def shows_states(self) -> bool:
@@ -241,21 +221,16 @@ class VerifyConfig(ModelServiceConfig, TargetConfig):
     @property
     def own(self) -> Own:
         """See `ModelServiceConfig`."""
-        return next(iter(self._owns), Own())
-
-    @property
-    def _owns(self) -> list[Own]:
-        """All that flags name; one at most where they are valid."""
-        given = {source: getattr(self, source) for source in (*OWN_ARGUMENTS, DRAFT_MODEL)}
-        return [Own(source, "" if value is True else value) for source, value in given.items() if value]
+        return next(iter(self.given), Own())
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for own in self._owns:
+        for own in self.given:
             name, value = own.source, getattr(self, own.source)
             check(own == self.own, name, value, f"does not go together with {flag_name(self.own.source)}")
             check_own(name, value, own, self.model, self.tensor_parallel_size)
-            fits = own.source not in (MTP, DFLASH) or not self.batch_invariant
+            varies = own.source != DRAFT_MODEL and not OWN_METHODS[own.source].may_be_invariant
+            fits = not (varies and self.batch_invariant)
             check(fits, name, value, "does not go together with --batch-invariant")
         ports = {
             name: split_address(name, getattr(self, name))

@@ -6,34 +6,20 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from specwire.config.fields import check
+from specwire.config.own_methods import DRAFT_MODEL, HEADS, OWN, OWN_METHODS
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_TREE_NODES
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
-DRAFT_MODEL = "draft_model"
 BEAMS = "num_beams"
 """Source of draft tokens after live beams: a token is accepted where a step of all beams needed no pass."""
 KSEQ = "kseq"
 """k-SEQ, a selection."""
-HEADS, MEDUSA = "heads", "medusa"
-"""Heads of the target, by our name and by vLLM's."""
-LAYERS = "layers"
-"""The target with some of its layers' blocks left out."""
-MTP = "mtp"
-"""Layers of the target's own checkpoint that predict further tokens."""
-DFLASH = "dflash"
-"""A small model that drafts a block in one pass, from the target's hidden states."""
-OWN = {HEADS: HEADS, MEDUSA: HEADS, LAYERS: LAYERS, MTP: MTP, DFLASH: DFLASH}
-"""Methods by which a target drafts for itself, with the source that their proposals name."""
-OWN_ARGUMENTS = {HEADS: "DIR", LAYERS: "SKIP", MTP: "", DFLASH: "DIR"}
-"""Sources by which a target drafts for itself, with what each takes; empty for nothing."""
 MODEL = "model"
 """What a request calls the draft model, whatever its name and wherever it runs."""
-CHAINS_ONLY = (LAYERS, MTP)
-"""Those that draft no trees."""
 COUNTS = {"unigram": 1, "bigram": 2, "trigram": 3}
 """Methods that count n-grams, with their n."""
 METHODS = (NGRAM, SUFFIX, *COUNTS)
@@ -169,18 +155,17 @@ class OwnDraftConfig(ModelDraftConfig):
         super().__post_init__()
         method, model = self.method, self.model
         check(isinstance(model, str), _FLAG, f"model={model!r}", "is not a text")
-        takes_one = OWN_ARGUMENTS[self.source] != ""
-        check(takes_one or not model, _FLAG, f"model={model!r}", f"method {method} needs none")
+        own = OWN_METHODS[self.source]
+        check(own.argument != "" or not model, _FLAG, f"model={model!r}", f"method {method} needs none")
         problem = f"does not combine with method {method}, which drafts chains"
-        may_be_tree = self.source not in CHAINS_ONLY
-        check(may_be_tree or not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", problem)
+        check(own.has_trees or not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", problem)
         name = f"use_heterogeneous_vocab={self.use_heterogeneous_vocab!r}"
         problem = f"does not combine with method {method}, which has the target's vocabulary"
         check(not self.use_heterogeneous_vocab, _FLAG, name, problem)
 
     @property
     def source(self) -> str:
-        """Of its proposals: one of OWN_ARGUMENTS."""
+        """Of its proposals: one of OWN_METHODS."""
         return OWN[self.method]
 
 
@@ -239,26 +224,6 @@ def own_draft(text: str) -> OwnDraftConfig | None:
     """How a target drafts for itself; None where it is about another method. Errors likewise."""
     found = parse_speculative_config(text)
     return found if isinstance(found, OwnDraftConfig) else None
-
-
-class Own(NamedTuple):
-    """What a target drafts with by itself.
-
-    Attributes:
-        source: one of OWN_ARGUMENTS, or DRAFT_MODEL; empty if it does not.
-        argument: the directory or model, or what `--layers` takes; empty if it takes none.
-    """
-
-    source: str = ""
-    argument: str = ""
-
-
-def named_own(draft: str) -> Own:
-    """What `--draft` names: `heads:DIR`, `layers:SKIP`, `mtp` or `dflash:DIR`; nothing for another draft."""
-    source, colon, argument = draft.partition(":")
-    takes = OWN_ARGUMENTS.get(source)
-    is_own = takes is not None and (takes != "") == (colon != "")
-    return Own(source, argument) if is_own else Own()
 
 
 def check_speculative_config(_: str, value: str) -> None:

@@ -31,22 +31,14 @@ from specwire.config.models import (
     check_model,
     check_own,
 )
+from specwire.config.own_methods import DIR, DRAFT_MODEL, OWN, OWN_HELP, OWN_METHODS, Own, named_own
 from specwire.config.parts import ListenConfig, ReportConfig, SpeculationConfig, TargetConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import (
     ABOVE,
-    DFLASH,
-    DRAFT_MODEL,
-    HEADS,
     INNER_METHODS,
-    LAYERS,
     METHODS,
-    MTP,
-    OWN,
-    OWN_ARGUMENTS,
-    Own,
     model_draft,
-    named_own,
     own_draft,
     parse_method,
     split_hierarchy,
@@ -56,8 +48,7 @@ from specwire.core import Rule
 DRAFT_HELP = (
     f"directory or hub id of the draft model; {', '.join(METHODS)} draft from text without one, METHOD,DIR "
     f"from both; INNER{ABOVE}DIR has {', '.join(INNER_METHODS)} or a smaller model guess the draft's tokens; "
-    f"{HEADS}:DIR with heads of the target, {LAYERS}:SKIP with the target less some blocks, {MTP} with its "
-    f"layers for multi-token prediction, {DFLASH}:DIR with a block drafter; none decodes plainly"
+    f"{OWN_HELP}; none decodes plainly"
 )
 IN_TARGET, IN_SERVICE = "target", "service"
 METRICS_ROLES = ("coordinator", "draft", "verify")
@@ -178,10 +169,12 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     def _check_own(self) -> None:
         """Refuse what does not go together with a target that drafts for itself."""
         draft, own, given = self.draft, self._named_own, own_draft(self.speculative_config)
-        takes = OWN_ARGUMENTS.get(OWN.get(draft, ""), "")
+        lacking = OWN_METHODS.get(OWN.get(draft, ""))
+        takes = lacking.argument if lacking else ""
         check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
         others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
-        check(MTP not in others, "draft", draft, f"{MTP} is no draft model")
+        for other in others:
+            check(other not in OWN, "draft", draft, f"{other} is no draft model")
         if not own.source:
             return
         is_named = named_own(draft).source != ""
@@ -191,11 +184,10 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         check(alone, "draft", draft, f"is a second draft beside the {own.source} of --speculative-config")
         name = "draft" if is_named else "speculative_config"
         value = getattr(self, name)
-        if own.source == LAYERS:
-            check(own.argument != "", name, value, f"names no blocks: {LAYERS}:{OWN_ARGUMENTS[LAYERS]}")
-        elif OWN_ARGUMENTS[own.source]:
-            is_there = own.argument != "" and Path(own.argument).is_dir()
-            check(is_there, name, value, f"no directory of {own.source}")
+        takes = OWN_METHODS[own.source].argument
+        is_there = takes != DIR or Path(own.argument or "-").is_dir()
+        check(is_there, name, value, f"no directory of {own.source}")
+        check(not takes or own.argument != "", name, value, f"needs more: {own.source}:{takes}")
         check_own(name, value, own, self.target, self.tensor_parallel_size)
 
     @property

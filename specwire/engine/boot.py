@@ -17,9 +17,9 @@ import torch
 
 from specwire import embedded
 from specwire.config.models import EMBEDDED, EMULATED
+from specwire.config.own_methods import DRAFT_MODEL
 from specwire.config.preflight.memory import gigabytes
 from specwire.config.services import ModelServiceConfig
-from specwire.config.speculative import DRAFT_MODEL
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner

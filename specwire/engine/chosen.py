@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.drawn import Drawn
 from specwire.engine.model.chains import Choice
+from specwire.errors import ResourceExhaustedError
 from specwire.rule import random
 from specwire.rule.choices import CHOICES, Kind
-from specwire.rule.columns import EDITED, GREEDY, GUMBEL, MATCHED, Encoded
-from specwire.rule.transfer import to_device
+from specwire.rule.columns import EDITED, GREEDY, GUMBEL, MATCHED, Encoded, Rows
+from specwire.rule.transfer import to_device, to_host
 
 _MOST_NOISE = 1 << 24
 """Numbers that a chain reads; 4 bytes each are kept, and 12 needed for a moment."""
@@ -27,9 +32,35 @@ def kind_of(encoded: Encoded) -> Kind | None:
     return Kind(matched, is_cut=cuts != [0.0, 1.0, 0.0] and matched != GREEDY)
 
 
-def fits(kind: Kind, num_steps: int, logits: Tensor) -> bool:
-    """Whether what a chain reads is little enough."""
-    return kind.matched != GUMBEL or num_steps * logits.numel() <= _MOST_NOISE
+def decoded(
+    runner: Any,
+    kind: Kind,
+    caches: Sequence[SequenceCache],
+    rows: Rows,
+    num_steps: int,
+    logits: Tensor,
+    *,
+    num_ranked: int = 0,
+) -> list[Drawn]:
+    """What is drawn at each step of chains; nothing where the device does not decode, and the host does.
+
+    Args:
+        runner: a `ModelRunner`.
+        caches: of their sequences, which hold what the logits follow.
+        rows: of the next token of each, where `kind_of` all is `kind`.
+        logits, num_ranked: see `choice`.
+    """
+    if kind.matched == GUMBEL and num_steps * logits.numel() > _MOST_NOISE:
+        return []
+    columns = rows.encoded, rows.firsts, rows.base_lens
+    found = None
+    with suppress(ResourceExhaustedError):
+        choice_ = choice(kind, *columns, num_steps, logits, num_ranked=num_ranked)
+        found = runner.decode(caches, logits, choice_)
+    steps = zip(*to_host(*found), strict=True) if found is not None else ()
+    if kind.matched:
+        return [Drawn.matched(*step) for step in steps]
+    return [Drawn.supported(*step, num_ranked=num_ranked) for step in steps]
 
 
 def choice(
@@ -58,8 +89,8 @@ def choice(
         noise = random.gumbel_noise(seeds, positions, vocab_size, device)
         columns.append(noise.float().view(num_steps, num, vocab_size))
     elif not kind.matched:
-        drawn = random.uniforms(seeds, random.Purpose.DRAFT, positions, np.tile(bases, num_steps))
-        columns.append(to_device(drawn.reshape(num_steps, num), device))
+        uniforms = random.uniforms(seeds, random.Purpose.DRAFT, positions, np.tile(bases, num_steps))
+        columns.append(to_device(uniforms.reshape(num_steps, num), device))
     return Choice(_function(kind, num_ranked if kind.matched else 0), columns)
 
 

@@ -19,7 +19,7 @@ from specwire.errors import (
 )
 from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree, follow
-from specwire.rule.columns import Encoded
+from specwire.rule.columns import Encoded, Row
 
 MAX_CATCH_UP_TOKENS = 8
 """A round leaves one or two tokens that the cache lacks; a draft that was skipped leaves a few more."""
@@ -72,6 +72,11 @@ class TokenSequence:
         if self.grammar is None:
             return None
         return LazyMasks(self.grammar, list(tokens[self.prompt_len :]), draft_token_ids, parents)
+
+    def row(self, history: Sequence[int], position: int, base_len: int) -> Row:
+        """How the token after a history is sampled; other arguments as of `Row`."""
+        masks = self.masks(history)
+        return Row(self.params, self.prompt_len, history, position, self.seed, base_len, masks)
 
     @property
     def chain(self) -> list[int]:

@@ -10,8 +10,8 @@ from transformers.utils import logging as transformers_logging
 
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED
+from specwire.config.own_methods import DFLASH, DRAFT_MODEL, LAYERS, MTP
 from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
-from specwire.config.speculative import DFLASH, DRAFT_MODEL, LAYERS, MTP
 from specwire.engine.boot import resolve
 from specwire.engine.device import Runner
 from specwire.engine.model import block, encoder_decoder, memory, mtp

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specwire.core import MAX_SUPPORT, SUPPORT_MASS
 from specwire.rule import sampling
+from specwire.rule.captured import captured
 from specwire.rule.columns import GREEDY, GUMBEL
 from specwire.rule.rows import drawn_on_device
 
@@ -36,7 +37,19 @@ class Kind(NamedTuple):
     is_cut: bool
 
 
-def _likeliest(logits: Tensor, _: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
+def likeliest_on_device(scores: Tensor, *, most: int, sharpness: float = SHARPNESS) -> tuple[Tensor, ...]:
+    """The likeliest tokens of each row, best first, [num_rows, most]; how many of them there are, none where
+    no score is finite; and their shares, as the tokens."""
+    best = scores.max(dim=-1, keepdim=True) if most <= 1 else scores.topk(min(most, scores.shape[1]), dim=-1)
+    shares = (sharpness * best.values - (sharpness * scores).logsumexp(dim=-1, keepdim=True)).exp()
+    are_there = (best.values > float("-inf")) & shares.isfinite()
+    return best.indices, are_there.sum(dim=-1), shares
+
+
+likeliest = captured(likeliest_on_device)
+
+
+def _greedy(logits: Tensor, _: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
     return _matched(logits, num_ranked)
 
 
@@ -49,15 +62,9 @@ def _coupled_cut(logits: Tensor, warps: Tensor, noise: Tensor, *, num_ranked: in
 
 
 def _matched(scores: Tensor, num_ranked: int) -> tuple[Tensor, ...]:
-    """The tokens, -1 where no score is finite, and their shares; or the likeliest ones, how many these are in
-    each row, and the shares of all."""
+    """The tokens, -1 where no score is finite, and what `likeliest` returns, of one token at least."""
     token_ids = scores.argmax(dim=-1).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
-    best, ids = scores.topk(min(num_ranked, scores.shape[1]), dim=-1) if num_ranked else scores.max(dim=-1)
-    of_all = (SHARPNESS * scores).logsumexp(dim=-1)
-    if not num_ranked:
-        return token_ids, (SHARPNESS * best - of_all).exp()
-    shares = (SHARPNESS * best - of_all[:, None]).exp()
-    return token_ids, ids, (best > float("-inf")).sum(dim=-1), shares
+    return token_ids, *likeliest_on_device(scores, most=num_ranked)
 
 
 def _drawn(logits: Tensor, warps: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
@@ -73,7 +80,7 @@ def _supported(log_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
 
 
 CHOICES: Mapping[Kind, Callable[..., tuple[Tensor, ...]]] = {
-    Kind(GREEDY, False): _likeliest,
+    Kind(GREEDY, False): _greedy,
     Kind(GUMBEL, False): _coupled,
     Kind(GUMBEL, True): _coupled_cut,
     Kind(0, False): _drawn,

@@ -26,14 +26,13 @@ from benchmarks.simulation.system import Client, Setting, World
 from coordinator.generation import Generation, Plan, Round
 from coordinator.length.planners import AdaptiveLength
 from coordinator.peers.replicas import Replica
-from draft_service import drafter
-from draft_service.drafter import Drawn, _supports
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.pace import Look
 from draft_service.inner.stream import InnerStream
 from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
+from specwire.engine.drawn import Drawn
 from specwire.engine.emulated import EmulatedModel
 from specwire.rpc.wire import client as client_wire
 from specwire.rule.columns import Rows
@@ -155,9 +154,12 @@ def test_lateness_does_not_look_at_the_tokens(
 Event = tuple[float, int]
 
 
+supported = Drawn.supported
+
+
 def only_supports(*columns: Any, num_ranked: int) -> Drawn:
     """As it was once: a position has as many candidates as its support."""
-    drawn = _supports(*columns, num_ranked=num_ranked)
+    drawn = supported(*columns, num_ranked=num_ranked)
     ranked = [
         row[: len(support.token_ids)]
         for row, support in zip(drawn.ranked, drawn.supports, strict=False)
@@ -193,7 +195,7 @@ def test_nothing_that_is_prepared_depends_on_tokens(
     As a control, where a position has as few candidates as its support they do not.
     """
     if not is_right:
-        monkeypatch.setattr(drafter, "_supports", only_supports)
+        monkeypatch.setattr(Drawn, "supported", only_supports)
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Prepares)
     world = setting(
         Coins(alpha=0.5, runner_up=float(fails_after_tails), vocab_size=2 * HALF),
@@ -255,7 +257,7 @@ def test_prepared_proposals_are_not_late_for_their_own_tokens(
     outcomes of that one there are to prepare.
     """
     if not is_right:
-        monkeypatch.setattr(drafter, "_supports", only_supports)
+        monkeypatch.setattr(Drawn, "supported", only_supports)
         monkeypatch.setattr(Rows, "bases", property(lambda rows: np.zeros(len(rows.seeds), np.int64)))
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", HardlyWaits)
     world = setting(

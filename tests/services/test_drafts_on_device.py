@@ -21,6 +21,8 @@ from specwire.rule.columns import GREEDY, Encoded
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.together import generated
+from verify_service.draft_model import ModelDrafts
+from verify_service.grown import Growing
 
 PROMPT = [5, 9, 11, 2, 7, 4]
 BASE = SamplingParams(max_tokens=48, seed=3, ignore_eos=True, num_draft_tokens=5)
@@ -154,3 +156,25 @@ def test_a_loop_that_cannot_be_captured(stacks: Stacks, caplog: pytest.LogCaptur
     assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram
     assert "not chosen on the device: no" in caplog.text
     stacks.drafting.pool.check_integrity()
+
+
+def test_nodes_lie_in_the_order_in_which_they_were_expanded(stacks: Stacks) -> None:
+    """What the nodes of a tree see is said by their places in the draft's sequence."""
+    params = replace(CASES["gumbel"], num_draft_tokens=32, max_depth=8)
+    found: list[tuple[list[int], list[int]]] = []
+
+    def noted(drafts: ModelDrafts, growing: Growing, nodes: list[int]) -> Any:
+        result, own, growth = (
+            feed(drafts, growing, nodes),
+            drafts._followers[growing.sequence],
+            growing.growth,
+        )
+        if own.tree is not None:
+            found.append((own.tokens[own.tree.start :], [growth.token_ids[node] for node in growth.expanded]))
+        return result
+
+    feed = ModelDrafts._feed
+    with mock.patch.object(ModelDrafts, "_feed", noted):
+        stacks.host.client.generate(params=params, prompt_token_ids=PROMPT)
+    assert len(found) > 8 or stacks.are_asked or stacks.prepares
+    assert all(ours == expanded for ours, expanded in found)

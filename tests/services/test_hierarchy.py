@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_service.drafter import DraftDecider, Drawn
+from draft_service.drafter import DraftDecider
 from draft_service.inner import loading
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.jobs import InnerJob
@@ -26,6 +26,7 @@ from specwire.config.services import DraftConfig
 from specwire.config.stack import UpConfig
 from specwire.core import Proposal
 from specwire.engine import boot
+from specwire.engine.drawn import Drawn
 from specwire.errors import ConfigError, ModelLoadError
 from specwire.rpc.wire.draft import DraftOrder
 from tests.support import vocabularies

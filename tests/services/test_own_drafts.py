@@ -246,10 +246,10 @@ EMULATED = "emulated:step_ms=1"
         (lambda: UpConfig(draft="heads:"), "no directory of heads"),
         (lambda: UpConfig(draft="heads:/nowhere"), "no directory of heads"),
         (lambda: UpConfig(draft="dflash:/nowhere"), "no directory of dflash"),
-        (lambda: UpConfig(draft="layers:"), "names no blocks"),
+        (lambda: UpConfig(draft="layers:"), "needs more: layers:SKIP"),
         (lambda: UpConfig(draft="layers:x"), "'x' is no block"),
         (lambda: UpConfig(speculative_config=HEADS), "no directory of heads"),
-        (lambda: UpConfig(speculative_config=LAYERS), "names no blocks"),
+        (lambda: UpConfig(speculative_config=LAYERS), "needs more: layers:SKIP"),
         (lambda: UpConfig(speculative_config='{"method": "mtp", "model": "x"}'), "method mtp needs none"),
         (
             lambda: UpConfig(speculative_config='{"method": "medusa", "corpus": "x"}'),

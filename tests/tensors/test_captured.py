@@ -12,7 +12,7 @@ from torch import Tensor
 from specwire.core import SamplingParams
 from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.runner import ModelRunner, relative_error
-from specwire.rule import captured, random, rows, sampling
+from specwire.rule import captured, choices, random, rows, sampling
 from specwire.rule.columns import Encoded, Row
 from tests.support.tiny_models import build
 
@@ -77,6 +77,8 @@ def test_the_functions_that_are_captured_are_pure_in_their_rows(num_rows: int) -
             {"mass": 0.9, "max_support": 20},
         ),
         (random._gumbel_of_rows, (keys,), {"vocab_size": 50}),
+        (choices.likeliest_on_device, (log_probs,), {"most": 4}),
+        (choices.likeliest_on_device, (log_probs,), {"most": 1}),
     ):
         alone = function(*inputs, **fixed)
         one = captured.Captured(function, captured.EagerReplay())

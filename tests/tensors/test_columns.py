@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draft_service.drafter import DraftDecider, DraftJob, Drawn, LeavesJob, TreeJob
+from draft_service.drafter import DraftDecider, DraftJob, LeavesJob, TreeJob
 from specwire.config.services import DraftConfig
 from specwire.core import NO_TOKEN, Proposal, Rule, SamplingParams, Verdict
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.device import Decider
+from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.errors import InternalError
 from specwire.proposals.estimate.calibration import Calibration

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_service.drafter import DraftJob, Drawn
+from draft_service.drafter import DraftJob
 from draft_service.scores import SharedScores
 from draft_service.strings import StringJob
 from draft_service.translation import Transcript
@@ -13,6 +13,7 @@ from draft_service.vocabulary import SharedVocabulary
 from specwire import Rule, SamplingParams
 from specwire.core import Proposal
 from specwire.engine.cache.kv_cache import PagePool
+from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 from tests.support import vocabularies
 

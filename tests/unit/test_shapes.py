@@ -104,6 +104,13 @@ def test_before_costs_are_known_there_are_chains() -> None:
     assert shared.chosen.num_nodes == CHAIN
 
 
+def test_the_first_request_may_fix_a_tree_though_costs_are_known() -> None:
+    """As services tell them when a coordinator connects."""
+    shared = SharedChoice(lambda: 1, told=lambda: Load(0, 1, 10**7, 0, 10**5, 10**6, 10**4))
+    assert FixedLength(32, shared, 8).plan().max_depth == 8
+    assert shared.are_known
+
+
 # --- who plans what ---------------------------------------------------------------------------------
 
 

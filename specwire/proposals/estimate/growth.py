@@ -69,13 +69,17 @@ class TreeGrowth:
         """
         self._shares[node] = len(self.token_ids), shares
         probabilities = self._calibration.probabilities(shares)
-        worth, depth = (self.worths[node], self.depths[node] + 1) if node >= 0 else (1.0, 0)
+        worth, depth = self.worths[node] if node >= 0 else 1.0, self.depth_after(node)
         self._best += range(len(self.token_ids), len(self.token_ids) + len(token_ids))
         for token_id, probability in zip(token_ids, probabilities, strict=True):
             self.token_ids.append(token_id)
             self.parents.append(node)
             self.depths.append(depth)
             self.worths.append(worth * probability)
+
+    def depth_after(self, node: int) -> int:
+        """Of what follows a node, or the prefix (-1)."""
+        return self.depths[node] + 1 if node >= 0 else 0
 
     def learn(self, following: Sequence[int]) -> None:
         """The target went on with these tokens: each is compared with the candidates at its position."""
