@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
@@ -16,7 +15,7 @@ from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict, Wanted
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -51,14 +50,6 @@ PLAIN_AHEAD = 4
 """Rounds without draft tokens that the service may begin before they are asked for."""
 
 
-class Wanted(NamedTuple):
-    """What the service is to do by itself after a verdict; see `VerifyOrder`."""
-
-    num_draft_tokens: int = 0
-    max_depth: int = 0
-    num_plain: int = 0
-
-
 class _VerifySequence:
     """One sequence at a replica: sends one request at a time, and waits for its answer.
 
@@ -83,20 +74,18 @@ class _VerifySequence:
         self, committed: Sequence[int], proposal: Proposal, traceparent: str, wanted: Wanted
     ) -> VerifyOrder:
         """A request; answers to earlier ones are dropped."""
-        base_len, supports = self.num_sent_tokens, proposal.supports
+        base_len = self.num_sent_tokens
         self._early.clear()
         return VerifyOrder(
             self._sequence_id,
             self._num_requests + 1,
             base_len,
             committed[base_len:],
-            proposal.token_ids,
-            proposal.parents,
-            [support.token_ids for support in supports] if supports else (),
+            proposal,
             traceparent,
-            [support.probs for support in supports] if self._last_ahead_id or wanted.num_draft_tokens else (),
             0,
-            *wanted,
+            wanted,
+            needs_probs=bool(self._last_ahead_id or wanted.num_draft_tokens),
         )
 
     def confirmation(
@@ -104,16 +93,9 @@ class _VerifySequence:
     ) -> VerifyOrder:
         """A request for the round that the peer began by itself; its answer may be there."""
         request_id, base_len = self._num_requests + 1, len(committed)
+        proposal = Proposal(base_len)
         return VerifyOrder(
-            self._sequence_id,
-            request_id,
-            base_len,
-            (),
-            traceparent=traceparent,
-            ahead_id=ahead_id,
-            num_next_draft_tokens=wanted.num_draft_tokens,
-            next_max_depth=wanted.max_depth,
-            num_plain_ahead=wanted.num_plain,
+            self._sequence_id, request_id, base_len, (), proposal, traceparent, ahead_id, wanted
         )
 
     def rewind(self, length: int) -> None:
@@ -268,7 +250,7 @@ class RemoteVerifier:
             SpecwireError: no target is available, or it refused the request.
         """
         started_ns, lost_ns = clock.stopwatch_ns(), 0
-        self._wanted = self._wanted._replace(num_plain=PLAIN_AHEAD if is_plain and self._goes_on else 0)
+        self._wanted = replace(self._wanted, num_plain=PLAIN_AHEAD if is_plain and self._goes_on else 0)
         attempts: Attempts | None = None  # a round without failures needs none
         while True:
             replica = self._replica

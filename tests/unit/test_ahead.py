@@ -8,7 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specwire.core import Continuation, Load, Outcome, Proposal, Rule, SamplingParams, Timings, Verdict
+from specwire.core import (
+    Continuation,
+    Load,
+    Outcome,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Timings,
+    Verdict,
+    Wanted,
+)
 from specwire.errors import InvalidRequestError
 from specwire.proposals.prepared import PreparedProposals
 from specwire.rpc.wire import verify as wire
@@ -249,8 +259,8 @@ class TestColumns:
         assert [each.continuation and each.continuation.ahead_id for each in found] == [-2, 0, None]
         with pytest.raises(InvalidRequestError, match="token_ids"):
             wire.answers_from_proto(message, wire.rows_from_proto(message), 9)
-        message.next.has_supports.extend([True, False, False])
-        with pytest.raises(InvalidRequestError, match=r"has_supports|support"):
+        message.next.support_lens = bytes(4)
+        with pytest.raises(InvalidRequestError, match="support_lens"):
             wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
         message.ClearField("continuations")
         with pytest.raises(InvalidRequestError, match="ahead_ids"):
@@ -258,11 +268,11 @@ class TestColumns:
 
     def test_what_the_service_is_to_propose(self) -> None:
         orders = [
-            VerifyOrder(1, 4, 3, [1], num_next_draft_tokens=16, next_max_depth=4),
-            VerifyOrder(2, 5, 3, [1], num_next_draft_tokens=3),
+            VerifyOrder(1, 4, 3, [1], wanted=Wanted(16, 4)),
+            VerifyOrder(2, 5, 3, [1], wanted=Wanted(3)),
         ]
-        found = wire.orders_from_proto(received(*orders))
-        assert [(each.num_next_draft_tokens, each.next_max_depth) for each in found] == [(16, 4), (3, 0)]
+        found = wire.orders_from_proto(received(*orders), VOCAB_SIZE)
+        assert [each.wanted for each in found] == [Wanted(16, 4), Wanted(3)]
         plain = received(VerifyOrder(2, 5, 3, [1]))
         assert not plain.num_next_draft_tokens
         assert not plain.next_max_depths
