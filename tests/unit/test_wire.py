@@ -312,7 +312,7 @@ class TestModelServices:
         ]
         message = over_the_wire(verify_wire.request_to_proto([self.OPENING], [1], orders))
         first, second, third = verify_wire.orders_from_proto(message, 1000)
-        assert first == orders[0]
+        assert first == orders[0]._replace(proposal=Proposal(3, [], parents=[]))
         assert third == orders[2]
         assert second._replace(proposal=Proposal(8)) == orders[1]._replace(proposal=Proposal(8))
         assert (second.proposal.base_len, second.proposal.token_ids) == (8, [7, 8])

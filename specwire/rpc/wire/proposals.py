@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, Proposal, check_token_ids
 from specwire.errors import InvalidRequestError
@@ -55,17 +54,18 @@ def _add_supports(
     message: common_pb2.Proposals, supports: Sequence[Support], support_len: int, *, with_probs: bool
 ) -> None:
     """One for each token; those of tokens that were matched stay empty."""
-    lens = np.fromiter((len(each.token_ids) for each in supports), np.int64, len(supports))
-    sent_lens = np.where(lens, np.maximum(lens, support_len), 0)
-    padding = sent_lens - lens  # of each support, after its entries
-    places = np.arange(lens.sum()) + np.repeat(np.cumsum(padding) - padding, lens)
-    ids = np.full(sent_lens.sum(), NO_ID, "<u4")
-    ids[places] = np.concatenate([each.token_ids for each in supports])
-    message.support_lens = sent_lens.astype("<u4").tobytes()
+    lens = [len(each.token_ids) for each in supports]
+    sent_lens = [num and max(num, support_len) for num in lens]
+    ids, probs = np.full(sum(sent_lens), NO_ID, "<u4"), np.zeros(sum(sent_lens), "<f4")
+    start = 0
+    for support, num, sent_len in zip(supports, lens, sent_lens, strict=True):
+        ids[start : start + num] = support.token_ids
+        if with_probs:
+            probs[start : start + num] = support.probs
+        start += sent_len
+    message.support_lens = columns.pack([sent_lens])
     message.support_token_ids = ids.tobytes()
     if with_probs:
-        probs = np.zeros(len(ids), "<f4")
-        probs[places] = np.concatenate([each.probs for each in supports])
         message.support_probs = probs.tobytes()
 
 
@@ -113,160 +113,156 @@ def each_from_proto(
     num_chains = message.num_chains or [1] * num
     if message.num_chains:
         columns.check_lengths(message, num, "num_chains")
-    drawn = _Drawn.of(message, total, with_probs=with_probs)
+    drawn = _Drawn.of(message, token_ids, with_probs=with_probs)
     try:
-        drawn.check(token_ids, vocab_size)
+        drawn.check(vocab_size)
         is_sound = True
     except InvalidRequestError:
         is_sound = False  # one of them is not: each is checked by itself
-    found = list[Proposal | InvalidRequestError]()
-    token_lists, start = columns.split(token_ids.tolist(), num_tokens), 0
-    for i, own_ids in enumerate(token_lists):
+    found, start = list[Proposal | InvalidRequestError](), 0
+    for i, own_ids in enumerate(columns.split(token_ids.tolist(), num_tokens)):
         tokens = slice(start, start := start + len(own_ids))
-        own = drawn.within(tokens)
         try:
             if not is_sound:
-                own.check(token_ids[tokens], vocab_size)
-            found.append(_proposal(base_lens[i], own_ids, own, parents[i], num_chains[i], source))
+                drawn.within(tokens).check(vocab_size)
+            own = drawn.supports(tokens) if drawn.sent_lens else ()
+            support_len = max(drawn.sent_lens[tokens]) if own else 0
+            proposal = Proposal(base_lens[i], own_ids, own, source, parents[i], support_len)
+            found.append(_sound(proposal, num_chains[i]))
         except InvalidRequestError as error:
             found.append(error)
     return found
 
 
 class _Drawn(NamedTuple):
-    """What the tokens of a message were drawn from; padding is left out.
+    """Tokens, and what they were drawn from; padding is left out.
 
     Attributes:
+        token_ids: int32 [num_tokens].
         sent_lens: [num_tokens], of each token's support, padding included; empty where all were matched.
         bounds: [num_tokens + 1], where each support begins in the columns below, and the end of the last one.
-        ids: int64, of all supports.
+        ids: uint32, of all supports.
         probs: float32, for these; empty where they were not sent.
     """
 
+    token_ids: IntArray
     sent_lens: Sequence[int]
     bounds: Sequence[int]
     ids: IntArray
     probs: FloatArray
 
     @classmethod
-    def of(cls, message: common_pb2.Proposals, num_tokens: int, *, with_probs: bool) -> _Drawn:
-        """Of so many tokens.
+    def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _Drawn:
+        """All of a message.
 
         Raises:
             InvalidRequestError: the columns do not fit each other, or padding comes before an id.
         """
-        sent_lens = columns.unpack(
-            "support_lens", message.support_lens, num_tokens if message.support_lens else 0
-        )
-        num_sent = int(sent_lens.sum(dtype=np.int64))
-        ids = columns.ids_of("support_token_ids", message.support_token_ids, num_sent)
+        num = len(token_ids) if message.support_lens else 0
+        sent_lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
+        ends = np.cumsum(sent_lens)
+        num_sent = int(sent_lens.sum())
+        ids = columns.unpack("support_token_ids", message.support_token_ids, num_sent)
         num_probs = num_sent if with_probs or message.support_probs else 0
         probs = columns.unpack("support_probs", message.support_probs, num_probs, "<f4")
-        rows, is_entry = np.repeat(np.arange(len(sent_lens)), sent_lens), ids != NO_ID
-        if (is_entry[1:] & ~is_entry[:-1] & (rows[1:] == rows[:-1])).any():
-            raise InvalidRequestError("support_token_ids", NO_ID, "comes before an id of its support")
-        bounds = np.cumsum([0, *np.bincount(rows[is_entry], minlength=len(sent_lens))])
-        probs = probs[is_entry] if num_probs else probs
-        return cls(sent_lens.tolist(), bounds.tolist(), ids[is_entry], probs)
+        is_entry = ids != NO_ID
+        if not is_entry.all():
+            firsts = np.flatnonzero(is_entry[1:] & ~is_entry[:-1]) + 1  # entries after padding
+            if not np.isin(firsts, ends).all():
+                raise InvalidRequestError("support_token_ids", NO_ID, "comes before an id of its support")
+            ends = np.cumsum(is_entry)[ends - 1] * (ends > 0)
+            ids, probs = ids[is_entry], probs[is_entry] if num_probs else probs
+        return cls(token_ids, sent_lens.tolist(), [0, *ends.tolist()], ids, probs)
 
     def within(self, tokens: slice) -> _Drawn:
-        """Of some of the tokens; copies, since a proposal that is kept must not keep all of its message."""
-        if not self.sent_lens:
-            return self
-        first, last = self.bounds[tokens.start], self.bounds[tokens.stop]
-        bounds = [bound - first for bound in self.bounds[tokens.start : tokens.stop + 1]]
-        ids, probs = self.ids[first:last].copy(), self.probs[first:last].copy()
-        return _Drawn(self.sent_lens[tokens], bounds, ids, probs)
+        """Some of the tokens."""
+        bounds = self.bounds[tokens.start : tokens.stop + 1] or [0]
+        entries = slice(bounds[0], bounds[-1])
+        bounds = [bound - bounds[0] for bound in bounds]
+        ids, probs = self.ids[entries], self.probs[entries]
+        return _Drawn(self.token_ids[tokens], self.sent_lens[tokens], bounds, ids, probs)
 
-    def supports(self) -> Sequence[Support]:
-        """One for each token. Without probabilities, one with a single token is certain of it."""
-        if not any(self.sent_lens):
+    def supports(self, tokens: slice) -> Sequence[Support]:
+        """Of each of some tokens; copies, since a proposal that is kept must not keep all of its message.
+
+        Without probabilities, a support of one token is certain of it.
+
+        Raises:
+            InvalidRequestError: some have supports, and others have none.
+        """
+        sent_lens, bounds = self.sent_lens[tokens], self.bounds[tokens.start : tokens.stop + 1]
+        if not any(sent_lens):
             return ()
-        supports = [
-            Support(self.ids[start:end], self.probs[start:end]) for start, end in pairwise(self.bounds)
-        ]
-        if not len(self.probs):
-            return [each if len(each.token_ids) > 1 else certain(each.token_ids)[0] for each in supports]
-        return supports
+        if not all(sent_lens):
+            problem = f"must be over 0 for all {len(sent_lens)} tokens or for none"
+            raise InvalidRequestError("support_lens", 0, problem)
+        first, last = bounds[0], bounds[-1]
+        ids, probs = self.ids[first:last].astype(np.int64), self.probs[first:last].copy()
+        parts = [slice(start - first, end - first) for start, end in pairwise(bounds)]
+        if len(probs):
+            return [Support(ids[part], probs[part]) for part in parts]
+        return [Support(own, probs) if len(own := ids[part]) > 1 else certain(own)[0] for part in parts]
 
-    def check(self, token_ids: IntArray, vocab_size: int) -> None:
-        """Refuse supports that these tokens were not drawn from, and what is no distribution.
+    def check(self, vocab_size: int) -> None:
+        """Refuse tokens and supports that the rule or the target could not judge.
 
         Raises:
             InvalidRequestError: naming what is wrong.
         """
-        check_token_ids("token_ids", token_ids, vocab_size)
+        check_token_ids("token_ids", self.token_ids, vocab_size)
         if not any(self.sent_lens):
             return
         check_token_ids("support_token_ids", self.ids, vocab_size)
-        rows = np.repeat(np.arange(len(token_ids)), np.diff(self.bounds))
-        ordered = np.sort(rows * vocab_size + self.ids)
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(twice):
-            raise InvalidRequestError(
-                "support_token_ids", int(twice[0]) % vocab_size, "is in a support twice"
-            )
-        has_own = np.zeros(len(token_ids), np.bool_)
-        has_own[rows[self.ids == token_ids[rows]]] = True
-        is_drawn = np.array(self.sent_lens) > 0
-        for token_id in token_ids[is_drawn & ~has_own][:1].tolist():
+        lens, is_missing = np.diff(self.bounds), np.array(self.sent_lens) > 0
+        ordered = np.sort(np.repeat(np.arange(len(lens)) * vocab_size, lens) + self.ids)
+        for key in ordered[1:][ordered[1:] == ordered[:-1]][:1].tolist():
+            raise InvalidRequestError("support_token_ids", key % vocab_size, "is in a support twice")
+        hits = np.flatnonzero(self.ids == np.repeat(self.token_ids, lens))
+        is_missing[np.searchsorted(self.bounds, hits, side="right") - 1] = False
+        for token_id in self.token_ids[is_missing][:1].tolist():
             raise InvalidRequestError("support_token_ids", token_id, "is missing where it was drawn from")
-        if len(self.probs):
-            self._check_probs(rows, is_drawn)
-
-    def _check_probs(self, rows: IntArray, is_drawn: npt.NDArray[np.bool_]) -> None:
+        if not len(self.probs):
+            return
         if not (self.probs > 0).all():
             raise InvalidRequestError("support_probs", float(self.probs.min()), "must be positive numbers")
-        sums = np.bincount(rows, self.probs, len(is_drawn))[is_drawn]
+        starts = np.array(self.bounds[:-1])[lens > 0]
+        sums = np.add.reduceat(self.probs, starts, dtype=np.float64)
         if not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
             raise InvalidRequestError("support_probs", sums.tolist(), "must add up to 1")
 
 
-def _proposal(
-    base_len: int,
-    token_ids: Sequence[int],
-    drawn: _Drawn,
-    parents: Sequence[int],
-    num_chains: int,
-    source: str,
-) -> Proposal:
-    """Raises:
-    InvalidRequestError: parents that are no tree, a tree with supports, or no such chains.
+def _sound(proposal: Proposal, num_chains: int) -> Proposal:
+    """As it is judged: several chains share nodes, and what is spelt out as a tree may be a chain.
+
+    Raises:
+        InvalidRequestError: parents that are no tree, a tree with supports, or other tokens than of chains.
     """
-    support_len = max(drawn.sent_lens, default=0)
-    if support_len and not all(drawn.sent_lens):
-        problem = f"must be over 0 for all {len(token_ids)} tokens or for none"
-        raise InvalidRequestError("support_lens", 0, problem)
-    supports = drawn.supports()
-    may_be_several = supports and 1 <= num_chains <= MAX_NUM_DRAFT_TOKENS and len(token_ids) % num_chains == 0
-    if num_chains != 1 and not may_be_several:
-        raise InvalidRequestError("num_chains", num_chains, f"does not fit {len(token_ids)} tokens")
-    parents = tree.checked_parents(parents, len(token_ids)) if parents else ()
-    if supports and parents:
-        raise InvalidRequestError("support_lens", support_len, "must be 0 for a tree")
-    if num_chains > 1:
-        return _merged(token_ids, supports, num_chains, base_len, source, support_len)
-    return Proposal(base_len, token_ids, supports, source, parents, support_len)
+    num_tokens, has_supports = len(proposal.token_ids), bool(proposal.supports)
+    may_be_several = has_supports and 1 <= num_chains <= MAX_NUM_DRAFT_TOKENS
+    if num_chains != 1 and (not may_be_several or num_tokens % num_chains):
+        raise InvalidRequestError("num_chains", num_chains, f"does not fit {num_tokens} tokens")
+    if proposal.parents:
+        proposal.parents = tree.checked_parents(proposal.parents, num_tokens)
+        if proposal.parents and has_supports:
+            raise InvalidRequestError("support_lens", proposal.support_len, "must be 0 for a tree")
+    return _merged(proposal, num_chains) if num_chains > 1 else proposal
 
 
-def _merged(
-    token_ids: Sequence[int],
-    supports: Sequence[Support],
-    num_chains: int,
-    base_len: int,
-    source: str,
-    support_len: int,
-) -> Proposal:
+def _merged(proposal: Proposal, num_chains: int) -> Proposal:
     """Several chains as one proposal.
 
     Raises:
         InvalidRequestError: tokens that follow the same tokens have different supports.
     """
-    length = len(token_ids) // num_chains
-    starts = range(0, len(token_ids), length)
-    own_ids = [token_ids[start : start + length] for start in starts]
-    own_supports = [supports[start : start + length] for start in starts]
-    found = chains.merged(own_ids, own_supports, base_len, source=source, support_len=support_len)
+    supports, length = proposal.supports, len(proposal.token_ids) // num_chains
+    starts = range(0, len(supports), length)
+    found = chains.merged(
+        [proposal.token_ids[start : start + length] for start in starts],
+        [supports[start : start + length] for start in starts],
+        proposal.base_len,
+        source=proposal.source,
+        support_len=proposal.support_len,
+    )
     for ours, theirs in zip(supports, chains.laid_out(found)[1], strict=True):
         if ours is not theirs and not (
             np.array_equal(ours.token_ids, theirs.token_ids) and np.array_equal(ours.probs, theirs.probs)
