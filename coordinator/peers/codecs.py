@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.peers.checks import check_rows
 from coordinator.peers.link import Codec
 from specwire.errors import SpecwireError
 from specwire.rpc.wire import columns
@@ -20,9 +19,7 @@ def verify_codec(vocab_size: int, source: str = "") -> Codec:
     """Of a verify service with this vocabulary, in tokens."""
 
     def decode(message: verify_pb2.VerifyResponse) -> Answers:
-        rows = verify_wire.rows_from_proto(message)
-        check_rows(rows, vocab_size)
-        for answer in verify_wire.answers_from_proto(message, rows, vocab_size):
+        for answer in verify_wire.answers_from_proto(message, vocab_size):
             yield answer.sequence_id, answer
         yield from _errors(message)
 

@@ -230,7 +230,7 @@ class TestColumns:
         ]
         sent = wire.response_to_proto(answers, [], Load(), "me")
         message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
-        found = wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+        found = wire.answers_from_proto(message, VOCAB_SIZE)
         assert [each.ahead_id for each in found] == [0, 11, 0]
         for one, other in zip(found, answers, strict=True):
             if other.continuation is None:
@@ -242,7 +242,7 @@ class TestColumns:
             assert one.continuation.outcome.next_token == other.continuation.outcome.next_token
         message.continuations.num_accepted[0] = 3
         with pytest.raises(InvalidRequestError, match="path"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+            wire.answers_from_proto(message, VOCAB_SIZE)
 
     def test_proposals_of_the_service_itself(self) -> None:
         """They follow the outcome, whether the service goes on with them or waits."""
@@ -254,17 +254,17 @@ class TestColumns:
         ]
         sent = wire.response_to_proto(answers, [], Load(), "me")
         message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
-        found = wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+        found = wire.answers_from_proto(message, VOCAB_SIZE)
         assert [each.proposal for each in found] == [tree, replace(chain, parents=[]), None]
         assert [each.continuation and each.continuation.ahead_id for each in found] == [-2, 0, None]
         with pytest.raises(InvalidRequestError, match="token_ids"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), 9)
+            wire.answers_from_proto(message, 9)
         message.next.support_lens = bytes(4)
         with pytest.raises(InvalidRequestError, match="support_lens"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+            wire.answers_from_proto(message, VOCAB_SIZE)
         message.ClearField("continuations")
         with pytest.raises(InvalidRequestError, match="ahead_ids"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+            wire.answers_from_proto(message, VOCAB_SIZE)
 
     def test_what_the_service_is_to_propose(self) -> None:
         orders = [

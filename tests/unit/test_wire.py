@@ -359,20 +359,20 @@ class TestModelServices:
 
     def test_answers_of_verify(self) -> None:
         entry = Logprobs(np.array([3, 8]), np.array([-0.5, -1.5], dtype=np.float32), 1)
-        judged = Verdict(9, [4, -1], [np.array([0.5], dtype=np.float32)], [0.125], [entry, entry])
+        judged = Verdict(9, [4, 6], [np.array([0.875], dtype=np.float32)], [0.125], [entry, entry])
         load = Load(1, 2, 3, 4, 5)
         answers = [
             VerifyAnswer(4, 1, judged, SPENT, 6, load=load),
             VerifyAnswer(2, 9, Verdict(3, [7]), Timings(), 0, 3, Continuation(4, Outcome([0], 5)), load),
         ]
         message = over_the_wire(verify_wire.response_to_proto(answers, [], load, "i"))
-        got = verify_wire.answers_from_proto(message, verify_wire.rows_from_proto(message), 64)
+        got = verify_wire.answers_from_proto(message, 64)
         assert [each._replace(verdict=judged) for each in got] == [
             each._replace(verdict=judged) for each in answers
         ]
         first, second = (each.verdict for each in got)
-        assert (first.base_len, first.target_token_ids, [*first.tail_mass]) == (9, [4, -1], [0.125])
-        assert first.target_probs[0].tolist() == [0.5]
+        assert (first.base_len, first.target_token_ids, [*first.tail_mass]) == (9, [4, 6], [0.125])
+        assert first.target_probs[0].tolist() == [0.875]
         assert first.logprobs[1].of(8) == -1.5
         assert first.logprobs[1].top() == [(8, -1.5)]
         assert (second.base_len, second.target_token_ids) == (3, [7])

@@ -21,7 +21,7 @@ from specwire.v1 import common_pb2, draft_pb2, verify_pb2
 
 NO_ID = 2**32 - 1
 """Padding of a support."""
-_SUM_TOLERANCE = 1e-3
+SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
 
 
@@ -227,7 +227,7 @@ class _Drawn(NamedTuple):
             raise InvalidRequestError("support_probs", float(self.probs.min()), "must be positive numbers")
         starts = np.array(self.bounds[:-1])[lens > 0]
         sums = np.add.reduceat(self.probs, starts, dtype=np.float64)
-        if not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
+        if not (np.abs(sums - 1) < SUM_TOLERANCE).all():
             raise InvalidRequestError("support_probs", sums.tolist(), "must add up to 1")
 
 

@@ -9,8 +9,10 @@ from itertools import chain, repeat
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from specwire.core import (
+    NO_TOKEN,
     Continuation,
     Load,
     Logprobs,
@@ -19,8 +21,9 @@ from specwire.core import (
     Timings,
     Verdict,
     Wanted,
+    check_token_ids,
 )
-from specwire.errors import InvalidRequestError
+from specwire.errors import InternalError, InvalidRequestError
 from specwire.rpc.wire import arrays, columns, proposals
 from specwire.rpc.wire import model as wire
 from specwire.support import FloatArray, IntArray
@@ -320,48 +323,17 @@ def _padded(values: Sequence[Value], verdict: Verdict, missing: Value) -> list[V
     return [*values, *[missing] * (len(verdict.target_token_ids) - len(values))]
 
 
-class Rows(NamedTuple):
-    """The rows of all answers of a message, before they are split; probabilities are float32.
-
-    Attributes:
-        num_rows: of each answer.
-        target_token_ids: int32, for each row.
-        support_lens: uint32, for each row; empty without probabilities.
-        target_probs: on all supports.
-        tail_mass: float64, for each row; empty without probabilities.
-    """
-
-    num_rows: list[int]
-    target_token_ids: IntArray
-    support_lens: IntArray
-    target_probs: FloatArray
-    tail_mass: FloatArray
-
-
-def rows_from_proto(message: verify_pb2.VerifyResponse) -> Rows:
-    """Raises:
-    InvalidRequestError: columns that do not fit each other.
-    """
-    num_rows, num = columns.counts_of("num_rows", message.num_rows)
-    has_probs = bool(message.support_lens)
-    lens = columns.unpack("support_lens", message.support_lens, num if has_probs else 0)
-    return Rows(
-        num_rows,
-        columns.unpack("target_token_ids", message.target_token_ids, num, "<i4"),
-        lens,
-        columns.unpack("target_probs", message.target_probs, int(lens.sum(dtype=np.int64)), "<f4"),
-        columns.unpack("tail_mass", message.tail_mass, num if has_probs else 0, "<f8"),
-    )
-
-
-def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows, vocab_size: int) -> list[VerifyAnswer]:
+def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> list[VerifyAnswer]:
     """The answers of a message.
 
     Raises:
         InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
+        InternalError: probabilities that no target has.
     """
     num = len(message.sequence_ids)
     columns.check_lengths(message, num, "request_ids", "base_lens", "num_cached_tokens", "num_rows")
+    num_rows, total = columns.counts_of("num_rows", message.num_rows)
+    token_ids = columns.unpack("target_token_ids", message.target_token_ids, total, "<i4")
     accounts = _continuations_from_proto(message, num)
     own = _next_from_proto(message, accounts, vocab_size)
     continuations = (
@@ -371,9 +343,9 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows, vocab_siz
     verdicts = map(
         Verdict,
         message.base_lens,
-        columns.split(rows.target_token_ids.tolist(), rows.num_rows),
-        *_split_probs(rows),
-        _split_logprobs(message, rows.num_rows),
+        columns.split(token_ids.tolist(), num_rows),
+        *_probs_from_proto(message, token_ids, num_rows, vocab_size),
+        _split_logprobs(message, num_rows),
     )
     return list(
         map(
@@ -391,20 +363,49 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows, vocab_siz
     )
 
 
-def _split_probs(rows: Rows) -> tuple[Sequence[Sequence[FloatArray]], Sequence[Sequence[float]]]:
-    """Probabilities and tail masses of each answer's draft positions; none where it has no supports."""
-    nothing: list[Sequence[FloatArray]] = [()] * len(rows.num_rows)
-    if not len(rows.support_lens):
-        return nothing, [()] * len(rows.num_rows)
-    lens = rows.support_lens.tolist()
-    probs: list[FloatArray] = columns.split(rows.target_probs, lens)  # type: ignore[arg-type, assignment]
-    owns = [own[:-1] for own in columns.split(probs, rows.num_rows)]
-    masses = [own[:-1] for own in columns.split(rows.tail_mass.tolist(), rows.num_rows)]
-    has_probs = [any(map(len, own)) for own in owns]
+def _probs_from_proto(
+    message: verify_pb2.VerifyResponse, token_ids: IntArray, num_rows: Sequence[int], vocab_size: int
+) -> tuple[Sequence[Sequence[FloatArray]], Sequence[Sequence[float]]]:
+    """Probabilities and tail masses of each answer's draft positions; none where it has no supports.
+
+    Raises:
+        InvalidRequestError, InternalError: target tokens or probabilities that no target has.
+    """
+    num = len(token_ids) if message.support_lens else 0
+    lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
+    probs = columns.unpack("target_probs", message.target_probs, int(lens.sum()), "<f4")
+    tail_mass = columns.unpack("tail_mass", message.tail_mass, num, "<f8")
+    is_there = token_ids != NO_TOKEN
+    if not num:
+        check_token_ids("target_token_ids", token_ids[is_there], vocab_size)
+        return [()] * len(num_rows), [()] * len(num_rows)
+    may_be_missing = (lens > 0) & (tail_mass == 0)
+    check_token_ids("target_token_ids", token_ids[is_there & ~may_be_missing], vocab_size)
+    _check_probs(probs, lens[lens > 0], tail_mass[lens > 0], is_there[lens > 0])
+    of_rows: list[FloatArray] = columns.split(probs, lens.tolist())  # type: ignore[assignment]
+    rows = columns.split(of_rows, num_rows)
+    masses = columns.split(tail_mass.tolist(), num_rows)
+    has_probs = [any(map(len, own)) for own in rows]
     return (
-        [own if has else () for own, has in zip(owns, has_probs, strict=True)],
-        [own if has else () for own, has in zip(masses, has_probs, strict=True)],
+        [own[:-1] if has else () for own, has in zip(rows, has_probs, strict=True)],
+        [own[:-1] if has else () for own, has in zip(masses, has_probs, strict=True)],
     )
+
+
+def _check_probs(
+    probs: FloatArray, lens: IntArray, masses: npt.NDArray[np.float64], is_there: npt.NDArray[np.bool_]
+) -> None:
+    """Refuse what is no distribution on a support and its tail; a row whose token is not there means nothing.
+
+    Raises:
+        InternalError: naming what is wrong.
+    """
+    if not len(lens):
+        return
+    sums = np.add.reduceat(probs, np.cumsum(lens) - lens, dtype=np.float64) + masses
+    is_fit = (np.abs(sums - 1) < proposals.SUM_TOLERANCE) | ~is_there
+    if (probs < 0).any() or (masses < 0).any() or not is_fit.all():
+        raise InternalError(f"target probabilities that add up to {sums.tolist()}")
 
 
 def _split_logprobs(
