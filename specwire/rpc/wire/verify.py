@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, repeat
 from typing import NamedTuple, TypeVar
 
@@ -266,7 +265,6 @@ def response_to_proto(
         message.continuations.CopyFrom(_continuations_to_proto(accounts))
     if any(answer.proposal for answer in answers):
         own = [answer.proposal or Proposal(0) for answer in answers]
-        own = [each if each.support_len else replace(each, supports=()) for each in own]  # it is certain
         message.next.CopyFrom(proposals.to_proto(own, max(each.support_len for each in own)))
     return message
 
