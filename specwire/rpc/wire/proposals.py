@@ -26,13 +26,17 @@ SUM_TOLERANCE = 1e-3
 
 
 def to_proto(
-    proposals: Sequence[Proposal], support_len: int = 0, *, with_probs: bool = True
+    proposals: Sequence[Proposal], support_len: int | None = None, *, with_probs: bool = True
 ) -> common_pb2.Proposals:
     """One entry for each.
 
     Args:
-        support_len: entries that each support is padded to, where the size must not depend on tokens.
+        support_len: entries that each support is padded to, where the size must not depend on tokens; None
+            for no padding.
         with_probs: of the supports.
+
+    Raises:
+        ValueError: a support has more entries.
     """
     laid_out = [chains.laid_out(each) for each in proposals]
     num_tokens = [len(token_ids) for token_ids, _ in laid_out]
@@ -51,11 +55,13 @@ def to_proto(
 
 
 def _add_supports(
-    message: common_pb2.Proposals, supports: Sequence[Support], support_len: int, *, with_probs: bool
+    message: common_pb2.Proposals, supports: Sequence[Support], support_len: int | None, *, with_probs: bool
 ) -> None:
     """One for each token; those of tokens that were matched stay empty."""
     lens = [len(each.token_ids) for each in supports]
-    sent_lens = [num and max(num, support_len) for num in lens]
+    if support_len is not None and max(lens) > support_len:
+        raise ValueError(f"a support of {max(lens)} entries, where all are padded to {support_len}")
+    sent_lens = lens if support_len is None else [num and support_len for num in lens]
     ids, probs = np.full(sum(sent_lens), NO_ID, "<u4"), np.zeros(sum(sent_lens), "<f4")
     start = 0
     for support, num, sent_len in zip(supports, lens, sent_lens, strict=True):

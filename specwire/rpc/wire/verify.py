@@ -265,7 +265,8 @@ def response_to_proto(
         message.continuations.CopyFrom(_continuations_to_proto(accounts))
     if any(answer.proposal for answer in answers):
         own = [answer.proposal or Proposal(0) for answer in answers]
-        message.next.CopyFrom(proposals.to_proto(own, max(each.support_len for each in own)))
+        support_len = max(1, *(each.support_len for each in own))  # 1 where drafts are certain
+        message.next.CopyFrom(proposals.to_proto(own, support_len))
     return message
 
 
