@@ -133,7 +133,7 @@ class Peers:
         answers = [
             VerifyAnswer(sequence_id, request_id, _first(self._answers.at(length)[1], num), _TIMINGS, 0)
             for sequence_id, request_id, length, num in zip(
-                request.sequence_ids, request.request_ids, lens, request.num_draft_tokens, strict=True
+                request.sequence_ids, request.request_ids, lens, request.proposals.num_tokens, strict=True
             )
         ]
         return verify_wire.response_to_proto(answers, (), _LOAD, "")

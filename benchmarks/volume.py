@@ -70,8 +70,7 @@ def round_bytes(supports: Sequence[Support]) -> int:
     ids, incarnation, support_len = (_SEQUENCE_ID, _REQUEST_ID), "0" * 12, DraftConfig().max_support
     spent = Timings(queue_ns=50_000, forward_ns=10_000_000)
     drafted = DraftAnswer(*ids, proposal, spent)
-    ids_of_supports = [support.token_ids for support in supports]
-    judged = VerifyOrder(*ids, _COMMITTED_LEN, committed[:1], token_ids, (), ids_of_supports)
+    judged = VerifyOrder(*ids, _COMMITTED_LEN, committed[:1], proposal)
     messages: tuple[Message, ...] = (
         draft_wire.request_to_proto((), (), [DraftOrder(*ids, _COMMITTED_LEN, committed, NUM_DRAFT_TOKENS)]),
         draft_wire.response_to_proto([drafted], (), (), incarnation, support_len),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Nouns are values: once made they do not change. Those that every round makes anew are not `frozen`: a field
 # of a frozen one takes ten times as long to set.
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_NUM_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 64
 """A node's ancestors are the bits of one word."""
@@ -403,6 +403,21 @@ class Proposal:
             supports=self.supports[:num_tokens],
             parents=self.parents[:num_tokens],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a target is to do by itself after a verdict.
+
+    Attributes:
+        num_draft_tokens: to be proposed; none if 0.
+        max_depth: longest path of a tree; 0 for a chain.
+        num_plain: rounds without draft tokens that it may begin unasked, if it proposes nothing.
+    """
+
+    num_draft_tokens: int = 0
+    max_depth: int = 0
+    num_plain: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from specwire.core import Proposal
 from specwire.errors import SpecwireError
+from specwire.rule.columns import MATCHED
+from specwire.support import certain
 from verify_service.own import Judged
 
 log = logging.getLogger(__name__)
@@ -48,4 +50,6 @@ def _propose(judged: Judged) -> None:
     most = drafting.depth(len(committed))
     token_ids = sequence.grammar.forced(committed[sequence.prompt_len :], most) if most else []
     if token_ids:
-        drafting.proposal = Proposal(len(committed), token_ids)
+        is_matched = bool(sequence.encoded.traits & MATCHED)
+        supports = () if is_matched else certain(token_ids)
+        drafting.proposal = Proposal(len(committed), token_ids, supports)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.core import NO_TOKEN, Outcome, Proposal, Verdict
+from specwire.core import NO_TOKEN, Outcome, Proposal, Verdict, Wanted
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import SpecwireError
 from specwire.rule import acceptance
@@ -30,21 +30,6 @@ _MAX_UNASKED = 2
 """Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause."""
 _MOST_NOISE = 1 << 24
 """Numbers that are computed at once; 12 bytes each, for a moment."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a sequence's coordinator wants after a verdict.
-
-    Attributes:
-        num_draft_tokens: to be proposed; none if 0.
-        max_depth: longest path of a tree; 0 for a chain.
-        num_plain: rounds without draft tokens that are begun before they are asked for, if none are proposed.
-    """
-
-    num_draft_tokens: int = 0
-    max_depth: int = 0
-    num_plain: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +49,7 @@ class Going:
     end_len: int
     longest_len: int
     goes_on: bool
-    wanted: Wanted = Wanted()
+    wanted: Wanted = field(default_factory=Wanted)
     num_asked: int = 0
     first_id: int = -1
     num_begun: int = 0

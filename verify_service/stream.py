@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from specwire.config.security.bearer import Principal
 from specwire.core import (
@@ -25,7 +23,7 @@ from specwire.core import (
     Rule,
     SamplingParams,
     Verdict,
-    check_token_ids,
+    Wanted,
 )
 from specwire.engine import serving
 from specwire.engine.boot import ModelService
@@ -34,17 +32,15 @@ from specwire.engine.replies import Result
 from specwire.engine.serving import SequenceSpans
 from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
-from specwire.proposals import tree
 from specwire.proposals.estimate import clock
 from specwire.proposals.pushes import Arrived
 from specwire.rpc.wire import verify as verify_wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
-from specwire.support import IntArray, Support, certain
 from specwire.telemetry import tracing
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, verify_pb2
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
-from verify_service.own import Drafting, Going, Wanted
+from verify_service.own import Drafting, Going
 from verify_service.verifier import VerifyJob
 
 log = logging.getLogger(__name__)
@@ -137,7 +133,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                         self.when_ready(sequence, partial(self._keep, sequence, ahead))
             self._arrived.add(message.ByteSize())
             self.changed()
-        for order in verify_wire.orders_from_proto(message):
+        for order in verify_wire.orders_from_proto(message, self.service.info.vocab_size):
             with self.failing(order.sequence_id):
                 if (sequence := self.of(order.sequence_id)) is not None:
                     self.when_ready(sequence, partial(self._requested, sequence, order, received_ns))
@@ -145,34 +141,38 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def _requested(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
         if sequence.num_unanswered:
             raise InvalidRequestError("sequence_ids", order.sequence_id, "has a request without an answer")
-        sequence.state.going.wanted = _wanted(order, is_drafted=sequence.state.is_drafted)
+        if order.problem is not None:
+            raise order.problem
+        sequence.state.going.wanted = _wanted(order.wanted, is_drafted=sequence.state.is_drafted)
         if order.ahead_id:
             self._confirm(sequence, order, received_ns)
         else:
             self._submit(sequence, order, received_ns)
 
     def _keep(self, sequence: OpenSequence[_State], order: AheadOrder) -> None:
-        ahead, params = sequence.state.ahead, sequence.tokens.params
+        ahead = sequence.state.ahead
         if ahead is None:
             raise InvalidRequestError("ahead", order.ahead_id, "the sequence was opened without may_go_on")
-        verify_wire.check_ahead(order, params, ahead.last_id, self.service.info.longest_len)
-        self._check_parents(order.proposal.parents, params)
+        verify_wire.check_ahead(order, ahead.last_id, self.service.info.longest_len)
+        self._check_kind(order.proposal, sequence.tokens.params)
         ahead.add(order)
 
     def _submit(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
         """Judge the proposal of a request; rounds that were begun for other ones are dropped."""
-        state, job = sequence.state, self._job(sequence.tokens, order)
+        self._check_kind(order.proposal, sequence.tokens.params)
+        state = sequence.state
+        job = VerifyJob(sequence.tokens, order.base_len, order.token_ids, proposal=order.proposal)
         if state.begun:
             state.begun.clear()
             state.going = state.going.again()
         span = state.spans.serving(order.traceparent)
         asked = job.tag = _Round(sequence, order.request_id, 0, received_ns, span)
-        if state.ahead is not None or state.going.end_len:
-            asked.proposal = _proposal_of(order, job)
+        if all(len(support.probs) for support in order.proposal.supports):
+            asked.proposal = order.proposal
         if state.ahead is not None:
             state.ahead.commit(order.base_len, order.token_ids)
         job.drafting = _drafting(asked)
-        self.service.engine.submit(job, self._judged, extra_len=len(order.draft_token_ids))
+        self.service.engine.submit(job, self._judged, extra_len=len(order.proposal.token_ids))
         sequence.num_unanswered += 1
 
     def _confirm(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
@@ -182,8 +182,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             raise InvalidRequestError("ahead_ids", order.ahead_id, "is not what the sequence goes on with")
         begun = rounds[0]
         sequence.state.going.num_asked += begun.ahead_id < 0
-        if order.token_ids or order.draft_token_ids:
-            num_tokens = len(order.token_ids) + len(order.draft_token_ids)
+        if num_tokens := len(order.token_ids) + len(order.proposal.token_ids):
             raise InvalidRequestError("num_tokens", num_tokens, "must be 0 with an ahead_id")
         assert begun.proposal is not None
         if order.base_len != begun.proposal.base_len:
@@ -206,9 +205,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             sequence.tokens,
             base_len,
             following.token_ids,
-            draft_token_ids=following.proposal.token_ids,
-            parents=following.proposal.parents,
-            supports=[support.token_ids for support in following.proposal.supports],
+            proposal=following.proposal,
             worth=1.0,
             goes_on=True,
             tag=begun,
@@ -227,42 +224,30 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             before.sequence,
             before.base_len,
             before.token_ids,
-            draft_token_ids=before.draft_token_ids,
-            parents=before.parents,
-            supports=before.supports,
+            proposal=before.proposal,
             drafting=before.drafting,
             tag=begun,
         )
-        self.service.engine.submit(begun.job, self._judged, extra_len=len(before.draft_token_ids))
+        self.service.engine.submit(begun.job, self._judged, extra_len=len(before.proposal.token_ids))
 
-    def _job(self, tokens: TokenSequence, order: VerifyOrder) -> VerifyJob:
-        vocab_size, drafts = self.service.info.vocab_size, order.draft_token_ids
-        if len(drafts) > MAX_NUM_DRAFT_TOKENS:
-            raise InvalidRequestError(
-                "num_draft_tokens", len(drafts), f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]"
-            )
-        check_token_ids("draft_token_ids", drafts, vocab_size)
-        return VerifyJob(
-            tokens,
-            order.base_len,
-            order.token_ids,
-            draft_token_ids=drafts,
-            parents=self._parents(order, tokens.params),
-            supports=_supports(order, tokens.params, vocab_size),
-        )
+    def _check_kind(self, proposal: Proposal, params: SamplingParams) -> None:
+        """Refuse a proposal that the rule of its sequence does not judge, or this service.
 
-    def _parents(self, order: VerifyOrder, params: SamplingParams) -> Sequence[int]:
-        if not order.parents:
-            return ()
-        parents = tree.checked_parents(order.parents, len(order.draft_token_ids))
-        self._check_parents(parents, params)
-        return parents
-
-    def _check_parents(self, parents: Sequence[int], params: SamplingParams) -> None:
-        if parents and not self.service.info.trees:
-            raise UnsupportedError("parent_indices", parents, "this service verifies chains only")
-        if parents and not (params.matches_tokens or params.rule is Rule.KSEQ):
-            raise UnsupportedError("parent_indices", parents, f"not under rule {params.rule}")
+        Raises:
+            InvalidRequestError, UnsupportedError: naming the column.
+        """
+        num_tokens, num_supports = len(proposal.token_ids), len(proposal.supports)
+        if num_tokens > MAX_NUM_DRAFT_TOKENS:
+            raise InvalidRequestError("num_tokens", num_tokens, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
+        if proposal.parents and not self.service.info.trees:
+            raise UnsupportedError("parent_indices", proposal.parents, "this service verifies chains only")
+        if proposal.leaves and params.rule is not Rule.KSEQ:
+            raise UnsupportedError("num_chains", len(proposal.leaves), f"not under rule {params.rule}")
+        if proposal.parents and not (params.matches_tokens or proposal.leaves):
+            raise UnsupportedError("parent_indices", proposal.parents, f"not under rule {params.rule}")
+        num_wanted = 0 if params.matches_tokens else num_tokens
+        if num_supports != num_wanted:
+            raise InvalidRequestError("support_lens", num_supports, f"must be {num_wanted}")
 
     # --- verdicts -------------------------------------------------------------------------------------
 
@@ -382,28 +367,16 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         )
 
 
-def _proposal_of(order: VerifyOrder, job: VerifyJob) -> Proposal | None:
-    """What the rule judges; None if the probabilities that it needs were not sent."""
-    if len(order.draft_probs) == len(job.supports):
-        supports = [*map(Support, job.supports, order.draft_probs)]
-    elif all(len(support) == 1 for support in job.supports):
-        supports = certain(order.draft_token_ids)
-    else:
-        return None
-    return Proposal(job.committed_len, order.draft_token_ids, supports, parents=job.parents)
-
-
-def _wanted(order: VerifyOrder, *, is_drafted: bool) -> Wanted:
+def _wanted(wanted: Wanted, *, is_drafted: bool) -> Wanted:
     """What is to follow the verdict; no proposal where the service does not draft."""
-    num_tokens, max_depth, num_plain = order[-3:]
-    for name, value, most in (
-        ("num_next_draft_tokens", num_tokens, MAX_NUM_DRAFT_TOKENS),
-        ("next_max_depths", max_depth, MAX_NUM_DRAFT_TOKENS),
-        ("num_plain_ahead", num_plain, MAX_AHEAD),
-    ):
+    for name, attribute in verify_wire.WANTED_COLUMNS.items():
+        value, most = (
+            getattr(wanted, attribute),
+            MAX_AHEAD if attribute == "num_plain" else MAX_NUM_DRAFT_TOKENS,
+        )
         if not 0 <= value <= most:
             raise InvalidRequestError(name, value, f"must lie in [0, {most}]")
-    return Wanted(num_tokens if is_drafted else 0, max_depth, num_plain)
+    return wanted if is_drafted else replace(wanted, num_draft_tokens=0)
 
 
 def _drafting(judged: _Round) -> Drafting | None:
@@ -413,26 +386,3 @@ def _drafting(judged: _Round) -> Drafting | None:
     if judged.proposal is None or not going.end_len or not wants:
         return None
     return Drafting(judged.proposal, going.wanted, going)
-
-
-def _supports(order: VerifyOrder, params: SamplingParams, vocab_size: int) -> Sequence[IntArray]:
-    """One support per draft token, checked: unknown or repeated ids would make the residual wrong."""
-    wanted = 0 if params.matches_tokens else len(order.draft_token_ids)
-    if len(order.supports) != wanted:
-        raise InvalidRequestError("support_lens", len(order.supports), f"must be {wanted}")
-    if not wanted or are_sets(order.supports, vocab_size):
-        return order.supports
-    for i, token_ids in enumerate(order.supports):
-        name = f"support_token_ids[{i}]"
-        check_token_ids(name, token_ids, vocab_size)
-        if len(np.unique(token_ids)) != len(token_ids):
-            raise InvalidRequestError(name, token_ids.tolist(), "has an id twice")
-    return order.supports
-
-
-def are_sets(supports: Sequence[IntArray], vocab_size: int) -> bool:
-    """Whether each is a set of token ids."""
-    ids = np.concatenate(supports)
-    rows = np.repeat(np.arange(len(supports)), [len(support) for support in supports])
-    keys = np.sort(rows * vocab_size + ids)
-    return bool((ids < vocab_size).all() and (keys[1:] != keys[:-1]).all())

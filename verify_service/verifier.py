@@ -6,7 +6,7 @@ The accept rule itself runs in the coordinator (`specwire.rule.acceptance`). Kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specwire.core import NO_TOKEN, Logprobs, SamplingParams, Verdict
+from specwire.core import NO_TOKEN, Logprobs, Proposal, SamplingParams, Verdict
 from specwire.engine.device import NO_DRAFTING, Drafting
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
@@ -27,7 +27,7 @@ from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Places, Row, Rows, 
 from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
-from specwire.support import FloatArray, IntArray
+from specwire.support import NO_SUPPORT, FloatArray, IntArray
 from verify_service import own
 
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
@@ -37,21 +37,19 @@ _NO_MASS: npt.NDArray[np.float64] = np.empty(0)
 
 @dataclass(eq=False)
 class VerifyJob(Job):
-    """Commit tokens, then verify draft tokens after them, in one forward pass."""
+    """Commit tokens, then verify a proposal after them, in one forward pass."""
 
-    draft_token_ids: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    supports: Sequence[IntArray] = ()
+    proposal: Proposal = field(default_factory=lambda: Proposal(0))
     drafting: own.Drafting | None = None
     following: VerifyJob | None = None
     masks: LazyMasks | None = None
 
     def start(self) -> None:
         super().start()
-        self.sequence.tokens.extend(self.draft_token_ids)
-        if self.parents:
-            self.sequence.tree = TokenTree(self.committed_len, tuple(self.parents))
-        self.num_rows = len(self.draft_token_ids) + 1
+        self.sequence.tokens.extend(self.proposal.token_ids)
+        if self.proposal.parents:
+            self.sequence.tree = TokenTree(self.committed_len, tuple(self.proposal.parents))
+        self.num_rows = len(self.proposal.token_ids) + 1
 
     def case(self) -> Case:
         """What to judge, and the parameters needed for it."""
@@ -62,9 +60,7 @@ class VerifyJob(Job):
             history=np.array(sequence.tokens, np.int64) if params.needs_history else _NO_IDS,
             committed_len=self.committed_len,
             seed=sequence.seed,
-            draft_token_ids=self.draft_token_ids,
-            parents=self.parents,
-            supports=self.supports,
+            proposal=self.proposal,
             masks=self.masks,
         )
 
@@ -73,15 +69,13 @@ class VerifyJob(Job):
         drafting = self.drafting
         if drafting is None or (begun := drafting.following()) is None:
             return
-        judged, outcome, next_up = drafting.judged, drafting.outcome, begun.judged
+        judged, outcome = drafting.judged, drafting.outcome
         assert outcome is not None
         self.following = VerifyJob(
             self.sequence,
             judged.base_len,
             [*(judged.token_ids[node] for node in outcome.path), outcome.next_token],
-            draft_token_ids=next_up.token_ids,
-            parents=next_up.parents,
-            supports=[support.token_ids for support in next_up.supports],
+            proposal=begun.judged,
             drafting=begun,
             worth=1.0,
             goes_on=True,
@@ -91,7 +85,7 @@ class VerifyJob(Job):
         """Of its rows."""
         if self.sequence.grammar is not None:
             tokens = self.sequence.tokens[: self.committed_len]
-            self.masks = self.sequence.masks(tokens, self.draft_token_ids, self.parents)
+            self.masks = self.sequence.masks(tokens, self.proposal.token_ids, self.proposal.parents)
 
 
 class Case(NamedTuple):
@@ -100,8 +94,6 @@ class Case(NamedTuple):
     Attributes:
         history: int64, all of its tokens, drafts included; empty where the parameters do not need them.
         committed_len: position of its first row.
-        parents: of the draft tokens in a tree; empty for a chain.
-        supports: one for each draft token; empty where tokens are matched.
         masks: of the rows, where there is a grammar.
     """
 
@@ -110,15 +102,13 @@ class Case(NamedTuple):
     history: IntArray
     committed_len: int
     seed: int
-    draft_token_ids: Sequence[int]
-    parents: Sequence[int]
-    supports: Sequence[IntArray]
+    proposal: Proposal
     masks: LazyMasks | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows of logits."""
-        return len(self.draft_token_ids) + 1
+        return len(self.proposal.token_ids) + 1
 
     def rows(self) -> list[Row]:
         """How each row is sampled."""
@@ -138,12 +128,13 @@ class Case(NamedTuple):
 
     def _paths(self) -> Iterator[tuple[int, IntArray]]:
         """The position of each row, and the tokens before it."""
-        if not self.parents:
+        parents = self.proposal.parents
+        if not parents:
             for position in range(self.committed_len, self.committed_len + self.num_rows):
                 yield position, self.history[:position]
             return
-        for node in range(-1, len(self.parents)):
-            path = np.array(tree.path_to(self.parents, node), np.int64)
+        for node in range(-1, len(parents)):
+            path = np.array(tree.path_to(parents, node), np.int64)
             history = self.history
             if len(history):
                 history = np.concatenate([history[: self.committed_len], history[self.committed_len + path]])
@@ -151,16 +142,15 @@ class Case(NamedTuple):
 
     def row_supports(self) -> list[IntArray]:
         """The support at each row; empty at the last row, where nothing was proposed."""
-        return [*(self.supports or [_NO_IDS] * len(self.draft_token_ids)), _NO_IDS]
+        supports = self.proposal.supports or [NO_SUPPORT] * len(self.proposal.token_ids)
+        return [*(support.token_ids for support in supports), _NO_IDS]
 
     def row_drafts(self) -> list[list[int]]:
         """The draft tokens that may be accepted at each row."""
-        if not self.parents:
-            return [*([token_id] for token_id in self.draft_token_ids), []]
-        drafts: list[list[int]] = [[] for _ in range(self.num_rows)]
-        for token_id, parent in zip(self.draft_token_ids, self.parents, strict=True):
-            drafts[parent + 1].append(token_id)
-        return drafts
+        token_ids = self.proposal.token_ids
+        return [
+            [token_ids[child] for child in self.proposal.children(node)] for node in range(-1, len(token_ids))
+        ]
 
 
 class Cases(NamedTuple):
@@ -188,10 +178,12 @@ class Cases(NamedTuple):
         special: dict[int, Case] = {}
         for i, (job, one) in enumerate(zip(jobs, encoded, strict=True)):
             if not one.traits & MATCHED:
-                supports += (*job.supports, _NO_IDS)
-            if job.parents or one.traits & (EDITED | LOGPROBS):
+                supports += [*(support.token_ids for support in job.proposal.supports), _NO_IDS]
+            if job.proposal.parents or one.traits & (EDITED | LOGPROBS):
                 special[i] = job.case()
-        paths = {i: [row.position for row in case.rows()] for i, case in special.items() if case.parents}
+        paths = {
+            i: [row.position for row in case.rows()] for i, case in special.items() if case.proposal.parents
+        }
         edited: dict[int, Row] = {}
         for i, case in special.items():
             if encoded[i].traits & EDITED:
@@ -302,7 +294,7 @@ class VerifyDecider:
             if not job.sequence.encoded.traits & MATCHED:
                 on_drafts = slice(sampled, sampled + num_drafts)
                 target_probs, tails = probs[on_drafts], tail_mass[on_drafts]
-                lengths = [*map(len, job.supports)]
+                lengths = [len(support.token_ids) for support in job.proposal.supports]
                 if min(lengths, default=support_len) < support_len:
                     target_probs = [row[:n] for row, n in zip(target_probs, lengths, strict=True)]
                 sampled += job.num_rows

@@ -1,19 +1,14 @@
-"""Checks of what a model service sends, for all answers of a message at once. Pure.
+"""Checks of what a model service sends: whether an answer fits what was asked. Pure.
 
-A service may be broken, or something else may listen at its address. Messages are checked before the rule
-judges them: token ids reach the client, and an invalid distribution would bias the output.
+A service may be broken, or something else may listen at its address. What can be told without the request is
+checked as a message is read (`specwire.rpc.wire`), before the rule judges it: token ids reach the client, and
+an invalid distribution would bias the output.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from specwire.core import NO_TOKEN, Proposal, Verdict, check_token_ids
+from specwire.core import NO_TOKEN, Proposal, Verdict
 from specwire.errors import InternalError
-from specwire.rpc.wire.verify import Rows
-
-_SUM_TOLERANCE = 1e-3
-"""Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
 
 
 def check_proposal(
@@ -37,30 +32,6 @@ def check_proposal(
     wanted = 0 if matches_tokens else len(proposal.token_ids)
     if len(proposal.supports) != wanted:
         raise InternalError(f"{len(proposal.supports)} supports for {wanted} draft tokens")
-
-
-def check_rows(rows: Rows, vocab_size: int) -> None:
-    """Refuse target tokens and probabilities that no target has.
-
-    Raises:
-        InternalError, InvalidRequestError: naming what is wrong.
-    """
-    is_there = rows.target_token_ids != NO_TOKEN
-    if not len(rows.support_lens):
-        check_token_ids("target_token_ids", rows.target_token_ids[is_there], vocab_size)
-        return
-    has_support = rows.support_lens > 0
-    may_be_missing = has_support & (rows.tail_mass == 0)
-    check_token_ids("target_token_ids", rows.target_token_ids[is_there & ~may_be_missing], vocab_size)
-    if not has_support.any():
-        return
-    starts = np.cumsum([0, *rows.support_lens[has_support][:-1]])
-    masses = rows.tail_mass[has_support]
-    sums = np.add.reduceat(rows.target_probs.astype(np.float64), starts) + masses
-    is_negative = bool((rows.target_probs < 0).any() or (masses < 0).any())
-    is_fit = (np.abs(sums - 1) < _SUM_TOLERANCE) | ~is_there[has_support]
-    if is_negative or not is_fit.all():
-        raise InternalError(f"target probabilities that add up to {sums.tolist()}")
 
 
 def check_verdict(verdict: Verdict, proposal: Proposal) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from coordinator.peers.checks import check_rows
 from coordinator.peers.link import Codec
-from specwire.core import Proposal
 from specwire.errors import SpecwireError
-from specwire.rpc.wire import columns, proposals
+from specwire.rpc.wire import columns
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire import verify as verify_wire
-from specwire.v1 import common_pb2, draft_pb2, verify_pb2
+from specwire.v1 import draft_pb2, verify_pb2
 
 Answers = Iterator[tuple[int, Any]]
 
@@ -21,9 +19,7 @@ def verify_codec(vocab_size: int, source: str = "") -> Codec:
     """Of a verify service with this vocabulary, in tokens."""
 
     def decode(message: verify_pb2.VerifyResponse) -> Answers:
-        rows = verify_wire.rows_from_proto(message)
-        check_rows(rows, vocab_size)
-        for answer in verify_wire.answers_from_proto(message, rows, vocab_size):
+        for answer in verify_wire.answers_from_proto(message, vocab_size):
             yield answer.sequence_id, answer
         yield from _errors(message)
 
@@ -38,19 +34,11 @@ def draft_codec(vocab_size: int, source: str = "") -> Codec:
         source: of its proposals: the model's name.
     """
 
-    def split(message: common_pb2.Proposals, base_lens: Sequence[int]) -> list[Proposal]:
-        found = proposals.columns_from_proto(message, len(base_lens))
-        proposals.check(found, vocab_size)
-        return proposals.split(found, base_lens, source)
-
     def decode(message: draft_pb2.DraftResponse) -> Answers:
-        answers = draft_wire.answers_from_proto(message, split(message.proposals, message.base_lens))
-        for answer in answers:
+        for answer in draft_wire.answers_from_proto(message, vocab_size, source):
             yield answer.sequence_id, answer
         if message.HasField("prepared"):
-            ahead = message.prepared
-            found = split(ahead.proposals, ahead.base_lens)
-            for each in draft_wire.prepared_from_proto(ahead, found, vocab_size):
+            for each in draft_wire.prepared_from_proto(message.prepared, vocab_size, source):
                 yield each.sequence_id, each
         yield from _errors(message)
 

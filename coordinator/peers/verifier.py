@@ -6,17 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
-from coordinator.peers.checks import check_verdict
+from coordinator.peers.checks import check_proposal, check_verdict
 from coordinator.peers.link import Link
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict, Wanted
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -30,7 +29,6 @@ from specwire.proposals.estimate import clock
 from specwire.proposals.prepared import PreparedProposals
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
-from specwire.support import certain
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2
@@ -49,14 +47,6 @@ _Received = tuple[VerifyAnswer, int]
 
 PLAIN_AHEAD = 4
 """Rounds without draft tokens that the service may begin before they are asked for."""
-
-
-class Wanted(NamedTuple):
-    """What the service is to do by itself after a verdict; see `VerifyOrder`."""
-
-    num_draft_tokens: int = 0
-    max_depth: int = 0
-    num_plain: int = 0
 
 
 class _VerifySequence:
@@ -80,40 +70,32 @@ class _VerifySequence:
         self._sequence_id = link.open(opening, self, timeout_s)
 
     def order(
-        self, committed: Sequence[int], proposal: Proposal, traceparent: str, wanted: Wanted
+        self,
+        committed: Sequence[int],
+        proposal: Proposal,
+        traceparent: str,
+        wanted: Wanted,
+        ahead_id: int = 0,
     ) -> VerifyOrder:
-        """A request; answers to earlier ones are dropped."""
-        base_len, supports = self.num_sent_tokens, proposal.supports
-        self._early.clear()
+        """A request.
+
+        Args:
+            ahead_id: of the round that the peer began by itself, to which the answer may be there: it has the
+                tokens and the proposal. 0 for another one: answers to rounds that it began are dropped.
+        """
+        base_len = len(committed) if ahead_id else self.num_sent_tokens
+        if not ahead_id:
+            self._early.clear()
         return VerifyOrder(
             self._sequence_id,
             self._num_requests + 1,
             base_len,
             committed[base_len:],
-            proposal.token_ids,
-            proposal.parents,
-            [support.token_ids for support in supports] if supports else (),
+            Proposal(base_len) if ahead_id else proposal,
             traceparent,
-            [support.probs for support in supports] if self._last_ahead_id or wanted.num_draft_tokens else (),
-            0,
-            *wanted,
-        )
-
-    def confirmation(
-        self, committed: Sequence[int], ahead_id: int, traceparent: str, wanted: Wanted
-    ) -> VerifyOrder:
-        """A request for the round that the peer began by itself; its answer may be there."""
-        request_id, base_len = self._num_requests + 1, len(committed)
-        return VerifyOrder(
-            self._sequence_id,
-            request_id,
-            base_len,
-            (),
-            traceparent=traceparent,
-            ahead_id=ahead_id,
-            num_next_draft_tokens=wanted.num_draft_tokens,
-            next_max_depth=wanted.max_depth,
-            num_plain_ahead=wanted.num_plain,
+            ahead_id,
+            wanted,
+            needs_probs=bool(self._last_ahead_id or wanted.num_draft_tokens),
         )
 
     def rewind(self, length: int) -> None:
@@ -268,7 +250,7 @@ class RemoteVerifier:
             SpecwireError: no target is available, or it refused the request.
         """
         started_ns, lost_ns = clock.stopwatch_ns(), 0
-        self._wanted = self._wanted._replace(num_plain=PLAIN_AHEAD if is_plain and self._goes_on else 0)
+        self._wanted = replace(self._wanted, num_plain=PLAIN_AHEAD if is_plain and self._goes_on else 0)
         attempts: Attempts | None = None  # a round without failures needs none
         while True:
             replica = self._replica
@@ -342,17 +324,15 @@ class RemoteVerifier:
             self._pool.opened(replica, committed, self._params.cache_salt)
         begun, continuation, wanted = self._begun, self._continuation, self._wanted
         self._begun = self._continuation = self._drafted = None
-        if begun is proposal and continuation is not None:
-            order = self._sequence.confirmation(committed, continuation.ahead_id, traceparent, wanted)
-        else:
-            order = self._sequence.order(committed, proposal, traceparent, wanted)
+        ahead_id = continuation.ahead_id if begun is proposal and continuation is not None else 0
+        order = self._sequence.order(committed, proposal, traceparent, wanted, ahead_id)
         answer, cost = await self._sequence.ask(order, committed)
         try:
             check_verdict(answer.verdict, proposal)
+            self._drafted = self._own(answer.proposal)
         except InternalError as error:  # another replica may give a valid answer
             raise ServiceUnavailableError(f"the service sent {error}") from None
         self._continuation = answer.continuation
-        self._drafted = self._own(answer.proposal)
         return answer.verdict, cost
 
     # --- rounds that the target begins by itself ------------------------------------------------------
@@ -408,17 +388,15 @@ class RemoteVerifier:
         return found if found is not None and found.base_len == len(committed) else None
 
     def _own(self, proposal: Proposal | None) -> Proposal | None:
-        """The target's own proposal as the rule judges it: it is certain of each token, or says what it drew
-        them from.
+        """The target's own proposal.
 
         Raises:
-            ServiceUnavailableError: none was asked for, or it is of another kind.
+            InternalError: none was asked for, or it is of another kind.
         """
         if proposal is None:
             return None
+        if not self._is_drafted:
+            raise InternalError("a proposal that was not asked for")
         matches = self._params.matches_tokens
-        is_other_kind = proposal.supports if matches else proposal.parents
-        if not self._is_drafted or is_other_kind:
-            raise ServiceUnavailableError("the service sent a proposal that was not asked for")
-        supports = () if matches else proposal.supports or certain(proposal.token_ids)
-        return replace(proposal, supports=supports, source=self._source)
+        check_proposal(proposal, matches_tokens=matches, may_be_tree=matches)
+        return replace(proposal, source=self._source)

@@ -12,6 +12,7 @@ drawn counts for the rule, and in which order: `Proposal.leaves` names the last 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from specwire.core import Proposal
 from specwire.proposals import tree
@@ -54,9 +55,9 @@ def joined(chains: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[
     """
     nodes: dict[tuple[int, int], int] = {}
     token_ids, parents, leaves = list[int](), list[int](), list[int]()
-    for chain in chains:
+    for own in chains:
         node = -1
-        for token_id in chain:
+        for token_id in own:
             parent, node = node, nodes.setdefault((node, token_id), len(token_ids))
             if node == len(token_ids):
                 token_ids.append(token_id)
@@ -83,6 +84,14 @@ def paths(proposal: Proposal) -> list[list[int]]:
     """[num_chains][length] the nodes of each chain."""
     parents = tree.parents_of(proposal)
     return [tree.path_to(parents, leaf) for leaf in proposal.leaves]
+
+
+def laid_out(proposal: Proposal) -> tuple[Sequence[int], Sequence[Support]]:
+    """Its tokens, each with what it was drawn from: several chains one after another, as they are sent."""
+    if not proposal.leaves:
+        return proposal.token_ids, proposal.supports
+    token_ids, supports = split(proposal)
+    return [*chain.from_iterable(token_ids)], [*chain.from_iterable(supports)]
 
 
 def split(proposal: Proposal) -> tuple[list[list[int]], list[list[Support]]]:

@@ -145,24 +145,22 @@ class SequenceError(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("num_tokens", "token_ids", "parent_indices", "has_supports", "support_len", "support_token_ids", "support_probs", "num_chains")
+    __slots__ = ("num_tokens", "token_ids", "parent_indices", "support_lens", "support_token_ids", "support_probs", "num_chains")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
-    HAS_SUPPORTS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_LEN_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_LENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHAINS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: bytes
     parent_indices: bytes
-    has_supports: _containers.RepeatedScalarFieldContainer[bool]
-    support_len: int
+    support_lens: bytes
     support_token_ids: bytes
     support_probs: bytes
     num_chains: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., has_supports: _Optional[_Iterable[bool]] = ..., support_len: _Optional[int] = ..., support_token_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ..., num_chains: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., support_token_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ..., num_chains: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "residence_ns", "stall_ns", "ahead_ns")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specwire.v1 import common_pb2 as specwire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specwire/v1/verify.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\xe5\x03\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x03(\x0b\x32\x19.specwire.v1.OpenSequence\x12\r\n\x05\x63lose\x18\x02 \x03(\x03\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\x08 \x03(\x05\x12\x17\n\x0f\x64raft_token_ids\x18\t \x01(\x0c\x12\x16\n\x0eparent_indices\x18\n \x01(\x0c\x12\x14\n\x0csupport_lens\x18\x0b \x01(\x0c\x12\x19\n\x11support_token_ids\x18\x0c \x01(\x0c\x12\x14\n\x0ctraceparents\x18\r \x03(\t\x12\x15\n\rsupport_probs\x18\x0e \x01(\x0c\x12\x11\n\tahead_ids\x18\x0f \x03(\x03\x12*\n\x05\x61head\x18\x10 \x01(\x0b\x32\x1b.specwire.v1.AheadProposals\x12\x1d\n\x15num_next_draft_tokens\x18\x11 \x03(\x05\x12\x17\n\x0fnext_max_depths\x18\x12 \x03(\x05\x12\x17\n\x0fnum_plain_ahead\x18\x13 \x03(\x05\"\xa2\x01\n\x0e\x41headProposals\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\x12\x11\n\tahead_ids\x18\x02 \x03(\x03\x12\x11\n\tbase_lens\x18\x03 \x03(\x05\x12\x11\n\tpath_lens\x18\x04 \x03(\x05\x12\x16\n\x0epath_token_ids\x18\x05 \x01(\x0c\x12)\n\tproposals\x18\x06 \x01(\x0b\x32\x16.specwire.v1.Proposals\"\xab\x04\n\x0eVerifyResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.specwire.v1.Load\x12*\n\x06\x65rrors\x18\x03 \x03(\x0b\x32\x1a.specwire.v1.SequenceError\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x05 \x03(\x03\x12\x11\n\tbase_lens\x18\x06 \x03(\x05\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.specwire.v1.Timings\x12\x19\n\x11num_cached_tokens\x18\x08 \x03(\x05\x12\x10\n\x08num_rows\x18\t \x03(\x05\x12\x18\n\x10target_token_ids\x18\n \x01(\x0c\x12\x14\n\x0csupport_lens\x18\x0b \x01(\x0c\x12\x14\n\x0ctarget_probs\x18\x0c \x01(\x0c\x12\x11\n\ttail_mass\x18\r \x01(\x0c\x12\x14\n\x0chas_logprobs\x18\x0e \x03(\x08\x12/\n\x08logprobs\x18\x0f \x03(\x0b\x32\x1d.specwire.v1.PositionLogprobs\x12\x11\n\tahead_ids\x18\x10 \x03(\x03\x12\x31\n\rcontinuations\x18\x11 \x01(\x0b\x32\x1a.specwire.v1.Continuations\x12\x19\n\x11num_arrived_bytes\x18\x12 \x01(\x03\x12$\n\x04next\x18\x13 \x01(\x0b\x32\x16.specwire.v1.Proposals\"^\n\rContinuations\x12\x11\n\tahead_ids\x18\x01 \x03(\x03\x12\x14\n\x0cnum_accepted\x18\x02 \x03(\x05\x12\x0c\n\x04path\x18\x03 \x01(\x0c\x12\x16\n\x0enext_token_ids\x18\x04 \x03(\x05\"F\n\x10PositionLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x0f\n\x07num_top\x18\x03 \x01(\x05\"\"\n VerifyServiceGetModelInfoRequest\"u\n!VerifyServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.specwire.v1.EngineStatus\"2\n VerifyServiceGetTokenizerRequest\x12\x0e\n\x06offset\x18\x01 \x01(\x03\"1\n!VerifyServiceGetTokenizerResponse\x12\x0c\n\x04page\x18\x01 \x01(\x0c\x32\xb4\x02\n\rVerifyService\x12\x45\n\x06Verify\x12\x1a.specwire.v1.VerifyRequest\x1a\x1b.specwire.v1.VerifyResponse(\x01\x30\x01\x12m\n\x0cGetModelInfo\x12-.specwire.v1.VerifyServiceGetModelInfoRequest\x1a..specwire.v1.VerifyServiceGetModelInfoResponse\x12m\n\x0cGetTokenizer\x12-.specwire.v1.VerifyServiceGetTokenizerRequest\x1a..specwire.v1.VerifyServiceGetTokenizerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specwire/v1/verify.proto\x12\x0bspecwire.v1\x1a\x18specwire/v1/common.proto\"\x89\x03\n\rVerifyRequest\x12\'\n\x04open\x18\x01 \x03(\x0b\x32\x19.specwire.v1.OpenSequence\x12\r\n\x05\x63lose\x18\x02 \x03(\x03\x12\x14\n\x0csequence_ids\x18\x03 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x04 \x03(\x03\x12\x11\n\tbase_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x01(\x0c\x12)\n\tproposals\x18\x14 \x01(\x0b\x32\x16.specwire.v1.Proposals\x12\x14\n\x0ctraceparents\x18\r \x03(\t\x12\x11\n\tahead_ids\x18\x0f \x03(\x03\x12*\n\x05\x61head\x18\x10 \x01(\x0b\x32\x1b.specwire.v1.AheadProposals\x12\x1d\n\x15num_next_draft_tokens\x18\x11 \x03(\x05\x12\x17\n\x0fnext_max_depths\x18\x12 \x03(\x05\x12\x17\n\x0fnum_plain_ahead\x18\x13 \x03(\x05J\x04\x08\x08\x10\rJ\x04\x08\x0e\x10\x0f\"\xa2\x01\n\x0e\x41headProposals\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\x12\x11\n\tahead_ids\x18\x02 \x03(\x03\x12\x11\n\tbase_lens\x18\x03 \x03(\x05\x12\x11\n\tpath_lens\x18\x04 \x03(\x05\x12\x16\n\x0epath_token_ids\x18\x05 \x01(\x0c\x12)\n\tproposals\x18\x06 \x01(\x0b\x32\x16.specwire.v1.Proposals\"\xab\x04\n\x0eVerifyResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.specwire.v1.Load\x12*\n\x06\x65rrors\x18\x03 \x03(\x0b\x32\x1a.specwire.v1.SequenceError\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x03\x12\x13\n\x0brequest_ids\x18\x05 \x03(\x03\x12\x11\n\tbase_lens\x18\x06 \x03(\x05\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.specwire.v1.Timings\x12\x19\n\x11num_cached_tokens\x18\x08 \x03(\x05\x12\x10\n\x08num_rows\x18\t \x03(\x05\x12\x18\n\x10target_token_ids\x18\n \x01(\x0c\x12\x14\n\x0csupport_lens\x18\x0b \x01(\x0c\x12\x14\n\x0ctarget_probs\x18\x0c \x01(\x0c\x12\x11\n\ttail_mass\x18\r \x01(\x0c\x12\x14\n\x0chas_logprobs\x18\x0e \x03(\x08\x12/\n\x08logprobs\x18\x0f \x03(\x0b\x32\x1d.specwire.v1.PositionLogprobs\x12\x11\n\tahead_ids\x18\x10 \x03(\x03\x12\x31\n\rcontinuations\x18\x11 \x01(\x0b\x32\x1a.specwire.v1.Continuations\x12\x19\n\x11num_arrived_bytes\x18\x12 \x01(\x03\x12$\n\x04next\x18\x13 \x01(\x0b\x32\x16.specwire.v1.Proposals\"^\n\rContinuations\x12\x11\n\tahead_ids\x18\x01 \x03(\x03\x12\x14\n\x0cnum_accepted\x18\x02 \x03(\x05\x12\x0c\n\x04path\x18\x03 \x01(\x0c\x12\x16\n\x0enext_token_ids\x18\x04 \x03(\x05\"F\n\x10PositionLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x0f\n\x07num_top\x18\x03 \x01(\x05\"\"\n VerifyServiceGetModelInfoRequest\"u\n!VerifyServiceGetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specwire.v1.ModelInfo\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.specwire.v1.EngineStatus\"2\n VerifyServiceGetTokenizerRequest\x12\x0e\n\x06offset\x18\x01 \x01(\x03\"1\n!VerifyServiceGetTokenizerResponse\x12\x0c\n\x04page\x18\x01 \x01(\x0c\x32\xb4\x02\n\rVerifyService\x12\x45\n\x06Verify\x12\x1a.specwire.v1.VerifyRequest\x1a\x1b.specwire.v1.VerifyResponse(\x01\x30\x01\x12m\n\x0cGetModelInfo\x12-.specwire.v1.VerifyServiceGetModelInfoRequest\x1a..specwire.v1.VerifyServiceGetModelInfoResponse\x12m\n\x0cGetTokenizer\x12-.specwire.v1.VerifyServiceGetTokenizerRequest\x1a..specwire.v1.VerifyServiceGetTokenizerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specwire.v1.verify_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFYREQUEST']._serialized_start=68
-  _globals['_VERIFYREQUEST']._serialized_end=553
-  _globals['_AHEADPROPOSALS']._serialized_start=556
-  _globals['_AHEADPROPOSALS']._serialized_end=718
-  _globals['_VERIFYRESPONSE']._serialized_start=721
-  _globals['_VERIFYRESPONSE']._serialized_end=1276
-  _globals['_CONTINUATIONS']._serialized_start=1278
-  _globals['_CONTINUATIONS']._serialized_end=1372
-  _globals['_POSITIONLOGPROBS']._serialized_start=1374
-  _globals['_POSITIONLOGPROBS']._serialized_end=1444
-  _globals['_VERIFYSERVICEGETMODELINFOREQUEST']._serialized_start=1446
-  _globals['_VERIFYSERVICEGETMODELINFOREQUEST']._serialized_end=1480
-  _globals['_VERIFYSERVICEGETMODELINFORESPONSE']._serialized_start=1482
-  _globals['_VERIFYSERVICEGETMODELINFORESPONSE']._serialized_end=1599
-  _globals['_VERIFYSERVICEGETTOKENIZERREQUEST']._serialized_start=1601
-  _globals['_VERIFYSERVICEGETTOKENIZERREQUEST']._serialized_end=1651
-  _globals['_VERIFYSERVICEGETTOKENIZERRESPONSE']._serialized_start=1653
-  _globals['_VERIFYSERVICEGETTOKENIZERRESPONSE']._serialized_end=1702
-  _globals['_VERIFYSERVICE']._serialized_start=1705
-  _globals['_VERIFYSERVICE']._serialized_end=2013
+  _globals['_VERIFYREQUEST']._serialized_end=461
+  _globals['_AHEADPROPOSALS']._serialized_start=464
+  _globals['_AHEADPROPOSALS']._serialized_end=626
+  _globals['_VERIFYRESPONSE']._serialized_start=629
+  _globals['_VERIFYRESPONSE']._serialized_end=1184
+  _globals['_CONTINUATIONS']._serialized_start=1186
+  _globals['_CONTINUATIONS']._serialized_end=1280
+  _globals['_POSITIONLOGPROBS']._serialized_start=1282
+  _globals['_POSITIONLOGPROBS']._serialized_end=1352
+  _globals['_VERIFYSERVICEGETMODELINFOREQUEST']._serialized_start=1354
+  _globals['_VERIFYSERVICEGETMODELINFOREQUEST']._serialized_end=1388
+  _globals['_VERIFYSERVICEGETMODELINFORESPONSE']._serialized_start=1390
+  _globals['_VERIFYSERVICEGETMODELINFORESPONSE']._serialized_end=1507
+  _globals['_VERIFYSERVICEGETTOKENIZERREQUEST']._serialized_start=1509
+  _globals['_VERIFYSERVICEGETTOKENIZERREQUEST']._serialized_end=1559
+  _globals['_VERIFYSERVICEGETTOKENIZERRESPONSE']._serialized_start=1561
+  _globals['_VERIFYSERVICEGETTOKENIZERRESPONSE']._serialized_end=1610
+  _globals['_VERIFYSERVICE']._serialized_start=1613
+  _globals['_VERIFYSERVICE']._serialized_end=1921
 # @@protoc_insertion_point(module_scope)

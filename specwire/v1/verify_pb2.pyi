@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "num_draft_tokens", "draft_token_ids", "parent_indices", "support_lens", "support_token_ids", "traceparents", "support_probs", "ahead_ids", "ahead", "num_next_draft_tokens", "next_max_depths", "num_plain_ahead")
+    __slots__ = ("open", "close", "sequence_ids", "request_ids", "base_lens", "num_tokens", "token_ids", "proposals", "traceparents", "ahead_ids", "ahead", "num_next_draft_tokens", "next_max_depths", "num_plain_ahead")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -16,13 +16,8 @@ class VerifyRequest(_message.Message):
     BASE_LENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_LENS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_IDS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -35,19 +30,14 @@ class VerifyRequest(_message.Message):
     base_lens: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: bytes
-    num_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
-    draft_token_ids: bytes
-    parent_indices: bytes
-    support_lens: bytes
-    support_token_ids: bytes
+    proposals: _common_pb2.Proposals
     traceparents: _containers.RepeatedScalarFieldContainer[str]
-    support_probs: bytes
     ahead_ids: _containers.RepeatedScalarFieldContainer[int]
     ahead: AheadProposals
     num_next_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     next_max_depths: _containers.RepeatedScalarFieldContainer[int]
     num_plain_ahead: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., support_lens: _Optional[bytes] = ..., support_token_ids: _Optional[bytes] = ..., traceparents: _Optional[_Iterable[str]] = ..., support_probs: _Optional[bytes] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., ahead: _Optional[_Union[AheadProposals, _Mapping]] = ..., num_next_draft_tokens: _Optional[_Iterable[int]] = ..., next_max_depths: _Optional[_Iterable[int]] = ..., num_plain_ahead: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Iterable[_Union[_common_pb2.OpenSequence, _Mapping]]] = ..., close: _Optional[_Iterable[int]] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., proposals: _Optional[_Union[_common_pb2.Proposals, _Mapping]] = ..., traceparents: _Optional[_Iterable[str]] = ..., ahead_ids: _Optional[_Iterable[int]] = ..., ahead: _Optional[_Union[AheadProposals, _Mapping]] = ..., num_next_draft_tokens: _Optional[_Iterable[int]] = ..., next_max_depths: _Optional[_Iterable[int]] = ..., num_plain_ahead: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AheadProposals(_message.Message):
     __slots__ = ("sequence_ids", "ahead_ids", "base_lens", "path_lens", "path_token_ids", "proposals")

@@ -12,8 +12,8 @@ import pytest
 
 from specwire import Completion, Rule, SamplingParams
 from specwire.core import Proposal
-from specwire.rpc.wire import proposals
-from specwire.v1 import common_pb2
+from specwire.rpc.wire import draft as draft_wire
+from specwire.v1 import draft_pb2
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.tiny_models import CONTEXT_LEN, FAMILIES, VOCAB_SIZE, WINDOW
@@ -98,7 +98,7 @@ def test_any_tree_of_a_sabotaged_draft(
     change: Callable[[list[int], list[int]], Nodes],
 ) -> None:
     """Bad guesses are no failure: the draft counts as available to the end."""
-    convert = proposals.to_proto
+    convert = draft_wire.response_to_proto
 
     def sabotaged(proposal: Proposal) -> Proposal:
         if not proposal.token_ids:
@@ -107,13 +107,18 @@ def test_any_tree_of_a_sabotaged_draft(
         token_ids, parents = change(list(proposal.token_ids), parents)
         return replace(proposal, token_ids=token_ids, parents=parents)
 
-    def changed(found: Sequence[Proposal], *args: Any) -> common_pb2.Proposals:
-        return convert([*map(sabotaged, found)], *args)
+    def changed(*found: Any) -> draft_pb2.DraftResponse:
+        answers, prepared, *others = found
+        return convert(
+            [each._replace(proposal=sabotaged(each.proposal)) for each in answers],
+            [each._replace(proposal=sabotaged(each.proposal)) for each in prepared],
+            *others,
+        )
 
     target, draft = save_target(tmp_path / "target"), save_good_draft(tmp_path / "draft")
     with local_stack(target, draft) as stack:
         expected = plain(stack, params)
-        monkeypatch.setattr(proposals, "to_proto", changed)
+        monkeypatch.setattr(draft_wire, "response_to_proto", changed)
         done = generate(stack, with_tree(params, 64, 64))
         stack.assert_idle_within(2.0)
     assert done.token_ids == expected.token_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from specwire import (
     Rule,
     SamplingParams,
 )
-from specwire.core import PARAMETERS
+from specwire.core import PARAMETERS, Proposal
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import VerifyOrder
+from specwire.support import NO_SUPPORT, Support, certain
 from specwire.v1 import common_pb2
 from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
@@ -130,7 +132,13 @@ class TestRequests:
             stack.client.generate("x" * (MAX_MESSAGE_BYTES + 1))
 
 
-SUPPORTS = [np.array([6, 7])] * 2
+HALF = np.full(2, 0.5, np.float32)
+
+
+def judged(token_ids: Sequence[int] = (6, 7), **changes: Any) -> Proposal:
+    """Two draft tokens with supports of two."""
+    supports = [Support(np.array([6, 7]), HALF)] * 2
+    return replace(Proposal(3, token_ids, supports), **changes)
 
 
 def drafting(sequence_id: int = 2, **changes: Any) -> DraftOrder:
@@ -138,8 +146,7 @@ def drafting(sequence_id: int = 2, **changes: Any) -> DraftOrder:
 
 
 def verifying(sequence_id: int = 2, **changes: Any) -> VerifyOrder:
-    """Two draft tokens with supports of two."""
-    return VerifyOrder(sequence_id, 1, 0, [3, 4, 5], [6, 7], (), SUPPORTS)._replace(**changes)
+    return VerifyOrder(sequence_id, 1, 0, [3, 4, 5], judged())._replace(**changes)
 
 
 Make = Callable[..., Any]
@@ -248,30 +255,56 @@ def test_no_draft_tokens_just_commits(stack: LocalStack) -> None:
     assert (answer.base_lens, answer.proposals.num_tokens) == ([3], [0])
 
 
+SIX = certain([6])[0]
+
+
 class TestRawVerify:
     @pytest.mark.parametrize(
         ("fields", "parts"),
         [
-            ({"draft_token_ids": [6, OUTSIDE]}, (f"draft_token_ids[1]={OUTSIDE}",)),
-            ({"draft_token_ids": [6, 2**32 - 1]}, ("draft_token_ids[1]=4294967295",)),
+            ({"token_ids": [6, OUTSIDE]}, (f"token_ids={OUTSIDE}",)),
+            ({"token_ids": [6, 2**32 - 1]}, ("token_ids=-1",)),
+            ({"token_ids": [6, 5]}, ("support_token_ids=5", "missing where it was drawn from")),
             ({"parents": [0, -1]}, ("parent_indices[0]=0",)),
+            ({"parents": [-1, -1]}, ("support_lens=2", "must be 0 for a tree")),
             ({"supports": ()}, ("support_lens=0", "must be 2")),
+            ({"supports": [SIX, NO_SUPPORT]}, ("support_lens=0", "must be over 0 for all 2 tokens")),
             (
-                {"supports": [np.empty(0, np.int64), np.array([6, OUTSIDE])]},
-                (f"support_token_ids[1]={OUTSIDE}", "vocabulary"),
+                {"supports": [SIX, Support(np.array([7, OUTSIDE]), HALF)]},
+                (f"support_token_ids={OUTSIDE}", "vocabulary"),
+            ),
+            (
+                {"supports": [SIX, Support(np.array([7, 7]), HALF)]},
+                ("support_token_ids=7", "is in a support twice"),
             ),
         ],
     )
     def test_refused(self, stack: LocalStack, fields: dict[str, Any], parts: tuple[str, ...]) -> None:
         with refused(InvalidRequestError, *parts):
-            attempt(stack, verifying(**fields))
+            attempt(stack, verifying(proposal=judged(**fields)))
+
+    @pytest.mark.parametrize(
+        ("probs", "parts"),
+        [
+            ([0.5, 0.6], ("support_probs=[1.0, 1.1", "must add up to 1")),
+            ([1.0, 0.0], ("support_probs=0.0", "must be positive")),
+            ([0.5, float("nan")], ("support_probs=nan", "must be positive")),
+        ],
+    )
+    def test_probabilities_where_it_may_go_on_by_itself(
+        self, stack: LocalStack, probs: list[float], parts: tuple[str, ...]
+    ) -> None:
+        wrong = Support(np.array([7, 6]), np.array(probs, np.float32))
+        order = verifying(proposal=judged(supports=[SIX, wrong]), needs_probs=True)
+        with refused(InvalidRequestError, *parts):
+            attempt(stack, order)
 
     def test_supports_where_tokens_are_matched(self, stack: LocalStack) -> None:
         with refused(InvalidRequestError, "support_lens=2", "must be 0"):
             attempt(stack, verifying(), opened=opening(2, sampling=sampling(temperature=0.0)))
 
     def test_a_chain_spelt_out_is_a_chain(self, stack: LocalStack) -> None:
-        (answer,) = attempt(stack, verifying(parents=[-1, 0]))
+        (answer,) = attempt(stack, verifying(proposal=judged(parents=[-1, 0])))
         assert answer.num_rows == [3]
 
 
@@ -298,17 +331,21 @@ COLUMNS: dict[str, Sequence[tuple[str, Any, str]]] = {
         ("num_tokens", [2**31 - 1, 2**31 - 1], "must have 4294967294 entries"),
         ("token_ids", b"", "token_ids=0 bytes: must have 6 entries"),
         ("token_ids", b"123", "token_ids=3 bytes: must have 6 entries"),
-        ("num_draft_tokens", [2], "num_draft_tokens=1: must have 2 entries"),
         ("traceparents", [""], "traceparents=1: must have 2 entries"),
     ),
     "draft": (
+        ("num_draft_tokens", [2], "num_draft_tokens=1: must have 2 entries"),
         ("max_depths", [0], "max_depths=1: must have 2 entries"),
         ("prepare.num_outcomes", [1], "num_outcomes=1: must have 2 entries"),
         ("prepare.max_depths", [1] * 2, "num_outcomes=0: must have 2 entries"),
     ),
     "verify": (
-        ("num_draft_tokens", [2, -2], "num_draft_tokens=-2: must be at least 0"),
-        ("draft_token_ids", bytes(12), "draft_token_ids=12 bytes: must have 4 entries"),
+        ("proposals.num_tokens", [2], "num_tokens=1: must have 2 entries"),
+        ("proposals.num_tokens", [2, -2], "num_tokens=-2: must be at least 0"),
+        ("proposals.token_ids", bytes(12), "token_ids=12 bytes: must have 4 entries"),
+        ("proposals.support_lens", bytes(12), "support_lens=12 bytes: must have 4 entries"),
+        ("proposals.support_token_ids", bytes(12), "support_token_ids=12 bytes: must have 8 entries"),
+        ("proposals.support_probs", bytes(12), "support_probs=12 bytes: must have 8 entries"),
     ),
 }
 
@@ -329,7 +366,7 @@ class TestColumns:
     ) -> None:
         role, message = SIDES[make]
         wrong, inner = message(make(1), make(2), opened=[opening(1), opening(2)]), name.split(".")
-        changed = wrong.prepare if len(inner) > 1 else wrong
+        changed = getattr(wrong, inner[0]) if len(inner) > 1 else wrong
         set_to(inner[-1], value)(changed)
         with raw_stream(stack, role) as stream, refused(InvalidRequestError, said):
             stream.ask(wrong)

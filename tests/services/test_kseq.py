@@ -13,12 +13,15 @@ import pytest
 
 from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
 from specwire.core import Fate, Preparation
+from specwire.proposals import chains
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire import proposals
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import VerifyOrder
 from specwire.rule.random import Purpose, uniform
+from specwire.support import Support
 from specwire.v1 import common_pb2
+from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, sampling, verify
 from tests.support.pairs import save_good_draft, save_target
@@ -62,16 +65,18 @@ def ask_for_chains(stack: LocalStack, seed: int, **changes: Any) -> Any:
 def test_each_chain_is_drawn_with_numbers_of_its_own(stack: LocalStack) -> None:
     """Over the wire's own bytes: inverting what was sent with the numbers of a chain gives its tokens."""
     for seed in range(4):
-        found = proposals.columns_from_proto(ask_for_chains(stack, seed).proposals, 1)
+        found = ask_for_chains(stack, seed).proposals
         assert found.num_chains == [NUM_CHAINS]
-        for place, token_id in enumerate(found.token_ids.tolist()):
-            chain, i = divmod(place, LENGTH)
-            cumulative = found.support_probs[place].astype(np.float64).cumsum()
-            number = uniform(seed, Purpose.DRAFT, len(PROMPT) + i, len(PROMPT), chain) * cumulative[-1]
-            assert found.support_ids[place][np.searchsorted(cumulative, number, side="right")] == token_id
-        assert len(set(map(tuple, found.token_ids.reshape(NUM_CHAINS, LENGTH).tolist()))) > 1
-        (several,) = proposals.split(found, [len(PROMPT)])
+        (several,) = proposals.from_proto(found, [len(PROMPT)], texts.VOCAB_SIZE)
         assert len(several.leaves) == NUM_CHAINS
+        token_ids, supports = chains.laid_out(several)
+        assert found.token_ids == np.array(token_ids, "<i4").tobytes()
+        for place, (token_id, support) in enumerate(zip(token_ids, supports, strict=True)):
+            chain, i = divmod(place, LENGTH)
+            cumulative = support.probs.astype(np.float64).cumsum()
+            number = uniform(seed, Purpose.DRAFT, len(PROMPT) + i, len(PROMPT), chain) * cumulative[-1]
+            assert support.token_ids[np.searchsorted(cumulative, number, side="right")] == token_id
+        assert len(set(map(tuple, chains.split(several)[0]))) > 1
 
 
 def test_neither_size_nor_passes_depend_on_tokens(stack: LocalStack) -> None:
@@ -83,7 +88,7 @@ def test_neither_size_nor_passes_depend_on_tokens(stack: LocalStack) -> None:
         found = ask_for_chains(stack, seed).proposals
         num_bytes.add(found.ByteSize())
         num_run.add(stack.status("draft").num_tokens - before)
-        (several,) = proposals.split(proposals.columns_from_proto(found, 1), [len(PROMPT)])
+        (several,) = proposals.from_proto(found, [len(PROMPT)], texts.VOCAB_SIZE)
         num_nodes.add(len(several.token_ids))
     assert len(num_bytes) == len(num_run) == 1 < len(num_nodes)
 
@@ -202,8 +207,11 @@ def test_what_the_draft_service_refuses(
     assert type(refused.value.error) is error
 
 
-def test_other_rules_have_no_trees(stack: LocalStack) -> None:
-    order = VerifyOrder(1, 1, 0, PROMPT, [1, 2], [-1, -1], [np.array([1, 2]), np.array([], np.int64)])
+def test_other_rules_have_one_chain(stack: LocalStack) -> None:
+    proposal = chains.merged(
+        [[1], [2]], [[Support(np.array([1, 2]), np.full(2, 0.5, np.float32))]] * 2, len(PROMPT)
+    )
+    order = VerifyOrder(1, 1, 0, PROMPT, proposal)
     message = verify(order, opened=[opening(sampling=sampling(rule=common_pb2.RULE_BLOCK))])
-    with raw_stream(stack, "verify") as stream, pytest.raises(SequenceFailedError, match="parent_indices"):
+    with raw_stream(stack, "verify") as stream, pytest.raises(SequenceFailedError, match="num_chains"):
         stream.ask(message)

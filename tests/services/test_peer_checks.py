@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.peers.checks import check_proposal, check_verdict
 from coordinator.peers.codecs import draft_codec, verify_codec
-from coordinator.peers.verifier import _MAX_AHEAD, Wanted, _VerifySequence
+from coordinator.peers.verifier import _MAX_AHEAD, _VerifySequence
 from specwire import (
     Completion,
     InvalidRequestError,
@@ -22,9 +22,9 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.core import MAX_PATH_LEN, Load, Logprobs, Proposal, Timings, Verdict
+from specwire.core import MAX_PATH_LEN, Load, Logprobs, Proposal, Timings, Verdict, Wanted
 from specwire.errors import InternalError
-from specwire.rpc.wire import columns, proposals
+from specwire.rpc.wire import columns
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire import verify as verify_wire
 from specwire.rpc.wire.draft import DraftAnswer, PreparedAnswer
@@ -247,13 +247,24 @@ def test_a_broken_draft_is_a_lost_draft(
     """The request goes on without it; one is not charged with what the draft did."""
     sound = generate(stack, rule)
     assert sound.speculation.num_accepted_tokens
-    changed(monkeypatch, proposals, "to_proto", change)
+    changed(monkeypatch, draft_wire, "response_to_proto", of_proposals(change))
     done = generate(stack, rule)
     assert len(done.token_ids) == 24
     assert done.speculation.draft_unavailable
     assert done.speculation.num_accepted_tokens == 0
     if rule is Rule.GUMBEL:
         assert done.token_ids == sound.token_ids
+
+
+def of_proposals(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """All proposals of a message of the draft service."""
+
+    def change_all(message: Any) -> None:
+        change(message.proposals)
+        if message.HasField("prepared"):
+            change(message.prepared.proposals)
+
+    return change_all
 
 
 def of_parents(*parents: int) -> Callable[[Any], None]:
@@ -275,8 +286,7 @@ def with_a_parent_too_many(message: Any) -> None:
 def with_supports(message: Any) -> None:
     of_parents(-1, -1)(message)
     num = len(message.num_tokens)
-    message.has_supports[:] = [True] * num
-    message.support_len = 1
+    message.support_lens = columns.pack([[1, 1]] * num)
     message.support_token_ids = columns.pack([[1, 1]] * num)
     message.support_probs = np.ones(2 * num, np.float32).tobytes()
 
@@ -300,7 +310,7 @@ def test_a_draft_whose_tree_is_none_is_a_lost_draft(
     asked = dataclasses.replace(params(Rule.GUMBEL), num_draft_tokens=8, max_depth=max_depth)
     sound = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
     assert sound.speculation.num_accepted_tokens
-    changed(monkeypatch, proposals, "to_proto", change)
+    changed(monkeypatch, draft_wire, "response_to_proto", of_proposals(change))
     done = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
     assert done.token_ids == sound.token_ids
     assert done.speculation.draft_unavailable
@@ -313,7 +323,8 @@ def test_a_tree_that_is_larger_or_deeper_than_asked_is_cut(
     """One that was prepared for an earlier plan may be; verify sees what the plan allows."""
     asked = dataclasses.replace(params(Rule.GUMBEL), num_draft_tokens=8, max_depth=3)
     sound = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
-    changed(monkeypatch, proposals, "to_proto", of_parents(*range(-1, 30), *[29] * 33))
+    too_large = of_proposals(of_parents(*range(-1, 30), *[29] * 33))
+    changed(monkeypatch, draft_wire, "response_to_proto", too_large)
     done = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
     assert done.token_ids == sound.token_ids
     assert done.speculation.draft_unavailable == ""

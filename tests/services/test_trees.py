@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specwire import InvalidRequestError, Rule, SamplingParams, UnsupportedError
-from specwire.core import Preparation
+from specwire.core import Preparation, Proposal
 from specwire.engine.batch import Feed
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import VerifyOrder
@@ -103,7 +103,7 @@ def test_a_draft_refuses_a_tree_under_rejection(
 
 
 def test_verify_refuses_a_tree_under_rejection(emulated: LocalStack) -> None:
-    request = verify(VerifyOrder(1, 1, 0, [3], [1, 2], [-1, -1]), opened=[opening()])
+    request = verify(VerifyOrder(1, 1, 0, [3], Proposal(1, [1, 2], parents=[-1, -1])), opened=[opening()])
     with raw_stream(emulated, "verify") as stream, pytest.raises(SequenceFailedError) as caught:
         stream.ask(request)
     with refused(UnsupportedError, "parent_indices", "rejection"):

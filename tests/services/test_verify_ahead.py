@@ -24,7 +24,7 @@ import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.servicer import GenerationServicer
 from specwire import Completion, Rule, SamplingParams
-from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict
+from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict, Wanted
 from specwire.engine import boot
 from specwire.engine.jobs import TokenSequence
 from specwire.rpc.wire import model as model_wire
@@ -402,7 +402,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "problem"),
         [
-            ({"draft_token_ids": [4]}, "num_tokens=1: must be 0 with an ahead_id"),
+            ({"proposal": Proposal(4, [4])}, "num_tokens=1: must be 0 with an ahead_id"),
             ({"token_ids": [4, 5]}, "num_tokens=2"),
             ({"base_len": 3}, "base_lens=3: must be 4"),
             ({"ahead_id": 2}, "ahead_ids=2: is not what the sequence goes on with"),
@@ -430,13 +430,13 @@ def test_plain_rounds_are_begun_as_far_as_was_asked_for(on: Watched, expected: C
     opening.sequence_id = 1
     num_before = on.verify.engine.status().num_steps
     with raw_stream(on.stack, "verify") as stream:
-        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT, num_plain_ahead=3), opened=[opening]))
+        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT, wanted=Wanted(num_plain=3)), opened=[opening]))
         answers = [stream.read() for _ in range(4)]
         assert [list(each.ahead_ids) for each in answers] == [[], [-1], [-2], [-3]]
         assert [list(each.continuations.ahead_ids) for each in answers] == [[-1], [-2], [-3], []]
         assert on.verify.engine.status().num_steps == num_before + 4
-        confirm = VerifyOrder(1, 2, len(PROMPT) + 1, (), ahead_id=-1, num_plain_ahead=3)
-        again = VerifyOrder(1, 3, len(PROMPT) + 1, expected.token_ids[1:2], num_plain_ahead=1)
+        confirm = VerifyOrder(1, 2, len(PROMPT) + 1, (), ahead_id=-1, wanted=Wanted(num_plain=3))
+        again = VerifyOrder(1, 3, len(PROMPT) + 1, expected.token_ids[1:2], wanted=Wanted(num_plain=1))
         stream.send(verify(confirm))
         answers = [stream.ask(verify(again)), stream.read()]
         assert [list(each.continuations.ahead_ids) for each in answers] == [[-5], []], (

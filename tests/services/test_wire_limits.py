@@ -32,6 +32,7 @@ from specwire.rpc.wire.client import MAX_MESSAGES
 from specwire.rpc.wire.columns import MAX_TRACEPARENT_LEN
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import MAX_AHEAD_OF_MESSAGE, AheadOrder, VerifyOrder
+from specwire.support import Support
 from specwire.text.grammar import MAX_CHOICES, MAX_SOURCE_LEN
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
 from tests.support.harness import LocalStack, local_stack
@@ -104,7 +105,7 @@ def with_columns(request: Any, **columns: Any) -> Any:
     return request
 
 
-TWICE = np.zeros(1_000, np.int64)
+TWICE = Proposal(1, [0], [Support(np.zeros(1_000, np.int64), np.full(1_000, 1e-3, np.float32))])
 
 _PROPOSALS = common_pb2.Proposals.DESCRIPTOR.fields_by_name
 
@@ -154,24 +155,7 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "DraftRequest.token_ids": (drafting(token_ids=[1] * MANY), "token_ids"),
     "DraftRequest.traceparents": (drafting(traceparent="0" * (MAX_TRACEPARENT_LEN + 1)), "traceparent"),
     "VerifyRequest.token_ids": (verifying(token_ids=[1] * MANY), "token_ids"),
-    "VerifyRequest.draft_token_ids": (verifying(draft_token_ids=[1] * 65), "num_draft_tokens"),
-    "VerifyRequest.parent_indices": (
-        with_columns(verifying(), parent_indices=bytes(MANY)),
-        "parent_indices",
-    ),
-    "VerifyRequest.support_lens": (with_columns(verifying(), support_lens=bytes(MANY)), "support_lens"),
-    "VerifyRequest.support_token_ids": (
-        with_columns(verifying(draft_token_ids=[1]), support_lens=b"\1\0\0\0", support_token_ids=bytes(MANY)),
-        "support_token_ids",
-    ),
-    "VerifyRequest.support_token_ids (each)": (
-        verifying(draft_token_ids=[1], supports=[TWICE]),
-        "support_token_ids[0]",
-    ),
-    "VerifyRequest.support_probs": (
-        with_columns(verifying(draft_token_ids=[1], supports=[TWICE[:1]]), support_probs=bytes(MANY)),
-        "support_probs",
-    ),
+    "Proposals.num_tokens (verify)": (verifying(proposal=Proposal(1, [1] * 65)), "num_tokens"),
     "AheadProposals.sequence_ids": (
         verify_pb2.VerifyRequest(ahead={"sequence_ids": [1] * (MAX_AHEAD_OF_MESSAGE + 1)}),
         "sequence_ids",
@@ -184,8 +168,9 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "Proposals.token_ids": (ahead_with(token_ids=bytes(MANY)), "token_ids"),
     "Proposals.token_ids (each)": (ahead(token_ids=[MANY]), "token_ids"),
     "Proposals.parent_indices": (ahead_with(parent_indices=bytes(MANY)), "parent_indices"),
-    "Proposals.has_supports": (ahead_with(has_supports=[False] * MANY), "has_supports"),
+    "Proposals.support_lens": (ahead_with(support_lens=bytes(MANY)), "support_lens"),
     "Proposals.support_token_ids": (ahead_with(support_token_ids=bytes(MANY)), "support_token_ids"),
+    "Proposals.support_token_ids (each)": (verifying(proposal=TWICE), "support_token_ids"),
     "Proposals.support_probs": (ahead_with(support_probs=bytes(MANY)), "support_probs"),
     "VerifyRequest.traceparents": (verifying(traceparent="0" * (MAX_TRACEPARENT_LEN + 1)), "traceparent"),
 }
@@ -226,7 +211,6 @@ RANGES: dict[str, tuple[Any, str]] = {
     "VerifyRequest.sequence_ids": (verifying(sequence_id=2**40), "sequence_ids"),
     "VerifyRequest.base_lens": (verifying(base_len=-1), "base_len"),
     "VerifyRequest.num_tokens": (with_columns(verifying(), num_tokens=[2**31 - 1]), "token_ids"),
-    "VerifyRequest.num_draft_tokens": (with_columns(verifying(), num_draft_tokens=[-1]), "num_draft_tokens"),
     "VerifyRequest.ahead_ids": (verifying(ahead_id=1), "ahead_ids"),
     "AheadProposals.sequence_ids (each)": (ahead(sequence_id=2), "sequence_ids"),
     "AheadProposals.ahead_ids": (ahead(ahead_id=0), "ahead_ids"),
@@ -234,8 +218,12 @@ RANGES: dict[str, tuple[Any, str]] = {
     "AheadProposals.base_lens (each)": (ahead(proposal=Proposal(2**30, [4])), "base_lens"),
     "AheadProposals.path_lens (each)": (ahead_with(path_lens=[-1]), "path_lens"),
     "Proposals.num_tokens (each)": (ahead(token_ids=[]), "num_tokens"),
+    "Proposals.num_tokens (negative)": (ahead_with(num_tokens=[-1]), "num_tokens"),
+    "Proposals.support_lens (each)": (
+        ahead_with(support_lens=np.array([2**32 - 1], "<u4").tobytes()),
+        "support_token_ids",
+    ),
     "Proposals.num_chains": (ahead_with(num_chains=[2]), "num_chains"),
-    "Proposals.support_len": (ahead_with(support_len=-1), "support_len"),
     "VerifyRequest.num_next_draft_tokens": (
         with_columns(verifying(), num_next_draft_tokens=[65]),
         "num_next_draft_tokens",

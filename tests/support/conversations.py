@@ -10,9 +10,10 @@ import numpy as np
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from specwire.core import Preparation
+from specwire.core import Preparation, Proposal
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import VerifyOrder
+from specwire.support import Support
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, verify_pb2
 from tests.support.model_streams import draft, opening, sampling, verify
 
@@ -47,7 +48,7 @@ PENALTIES = sampling(
 )
 GREEDY = sampling(rule=common_pb2.RULE_REJECTION, temperature=0.0, frequency_penalty=-0.5)
 PAIRS = ((GUMBEL, REJECTION), (REJECTION, GREEDY), (PENALTIES, GUMBEL), (GREEDY, REJECTION))
-_SUPPORT = np.array([6, 7, 9])
+_SUPPORT = Support(np.array([6, 7, 9]), np.array([0.5, 0.25, 0.25], np.float32))
 _TRACED = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
@@ -56,7 +57,7 @@ def _verify(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) 
 
     def judged(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
         supports = [_SUPPORT, _SUPPORT] if sampling is REJECTION else []
-        return {"draft_token_ids": [6, 7], "supports": supports}
+        return {"proposal": Proposal(0, [6, 7], supports)}
 
     begun, order = [opening(1, sampling=first), opening(2, sampling=other)], VerifyOrder
     return [

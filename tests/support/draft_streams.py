@@ -14,7 +14,7 @@ from specwire.engine.boot import ModelService
 from specwire.engine.streams import Limits
 from specwire.errors import SpecwireError
 from specwire.proposals.pushes import Arrived
-from specwire.rpc.wire import columns, proposals
+from specwire.rpc.wire import columns
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
@@ -37,12 +37,9 @@ def opening(sequence_id: int, params: SamplingParams, prompt_len: int) -> common
 
 
 def received(message: draft_pb2.DraftResponse) -> Received:
-    ahead = message.prepared
-    found = proposals.columns_from_proto(message.proposals, len(message.sequence_ids))
-    found_ahead = proposals.columns_from_proto(ahead.proposals, len(ahead.sequence_ids))
     return Received(
-        draft_wire.answers_from_proto(message, proposals.split(found, message.base_lens)),
-        draft_wire.prepared_from_proto(ahead, proposals.split(found_ahead, ahead.base_lens), 2**31),
+        draft_wire.answers_from_proto(message, 2**31),
+        draft_wire.prepared_from_proto(message.prepared, 2**31),
         {error.sequence_id: columns.error_from_proto(error) for error in message.errors},
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specwire import SamplingParams
+from specwire.core import Proposal
 from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
@@ -61,7 +62,7 @@ class LogitsEngine:
     def verify(
         self, sequence: TokenSequence, base_len: int, tokens: list[int], draft: list[int]
     ) -> VerifyJob:
-        job = VerifyJob(sequence, base_len, tokens, draft_token_ids=draft)
+        job = VerifyJob(sequence, base_len, tokens, proposal=Proposal(base_len + len(tokens), draft))
         self.verify_all([job])
         return job
 
@@ -89,7 +90,8 @@ class Stream:
         self.committed, self.held, self.least_len = [*prompt], 0, max(num_read + 1, 5)
 
     def job(self, draft: list[int]) -> VerifyJob:
-        return VerifyJob(self.sequence, self.held, self.committed[self.held :], draft_token_ids=draft)
+        proposal = Proposal(len(self.committed), draft)
+        return VerifyJob(self.sequence, self.held, self.committed[self.held :], proposal=proposal)
 
     def roll_back(self, rng: np.random.Generator) -> None:
         """Deep into pages that others may share, and into an encoder's input."""
@@ -98,6 +100,6 @@ class Stream:
 
     def commit(self, rng: np.random.Generator, job: VerifyJob) -> None:
         """Any number of its draft tokens, and another one."""
-        num_accepted = int(rng.integers(0, len(job.draft_token_ids) + 1))
+        num_accepted = int(rng.integers(0, len(job.proposal.token_ids) + 1))
         self.held = len(self.committed) + num_accepted
-        self.committed = [*self.committed, *job.draft_token_ids[:num_accepted], int(rng.integers(3, 6))]
+        self.committed = [*self.committed, *job.proposal.token_ids[:num_accepted], int(rng.integers(3, 6))]

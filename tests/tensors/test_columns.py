@@ -16,6 +16,7 @@ from specwire.engine.jobs import Job, TokenSequence
 from specwire.errors import InternalError
 from specwire.proposals.estimate.calibration import Calibration
 from specwire.proposals.estimate.growth import TreeGrowth
+from specwire.support import Support
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 VOCAB = 61
@@ -44,12 +45,11 @@ def _committed(number: int) -> list[int]:
 
 def _verify(number: int) -> VerifyJob:
     params = PARAMS[number]
-    supports = [] if params.matches_tokens else [np.array([token, 20 + number]) for token in DRAFTS]
+    supports = [Support(np.array([token, 20 + number]), np.full(2, 0.5, np.float32)) for token in DRAFTS]
     parents = TREE if number in (1, 4) else []
     committed = _committed(number)
-    return VerifyJob(
-        _sequence(number), 0, committed, draft_token_ids=DRAFTS, parents=parents, supports=supports
-    )
+    proposal = Proposal(len(committed), DRAFTS, [] if params.matches_tokens else supports, parents=parents)
+    return VerifyJob(_sequence(number), 0, committed, proposal=proposal)
 
 
 def _draft(number: int) -> DraftJob:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specwire import SamplingParams, ServiceUnavailableError
+from specwire.core import Proposal
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decide, DeviceLostError
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
@@ -68,7 +69,7 @@ class Losing:
         self.sequence = self.engine.open(PARAMS, len(PROMPT))
 
     def verify(self, base_len: int, tokens: list[int], draft: list[int]) -> list[int]:
-        job = VerifyJob(self.sequence, base_len, tokens, draft_token_ids=draft)
+        job = VerifyJob(self.sequence, base_len, tokens, proposal=Proposal(base_len + len(tokens), draft))
         return list(self.thread.run(self.engine.run(job)).target_token_ids)
 
     def close(self) -> None:

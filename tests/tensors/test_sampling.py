@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from specwire.core import Rule, SamplingParams
+from specwire.core import Proposal, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rule.columns import Row, Rows
 from specwire.rule.random import Purpose, uniforms
@@ -24,6 +24,7 @@ from specwire.rule.sampling import (
     top_logprobs,
     truncate_support,
 )
+from specwire.support import certain
 from verify_service.verifier import Case
 
 VOCAB = 200
@@ -327,6 +328,6 @@ def test_top_logprobs() -> None:
 def test_the_targets_numbers_are_those_of_the_round(rule: Rule) -> None:
     """A function of what the request says, so another replica draws the same."""
     params = SamplingParams(rule=rule)
-    case = Case(params, 3, np.empty(0, np.int64), 7, 5, [1, 2], [], [np.array([1]), np.array([2])])
+    case = Case(params, 3, np.empty(0, np.int64), 7, 5, Proposal(7, [1, 2], certain([1, 2])))
     drawn = uniforms_for(Rows.of(case.rows()), Purpose.TARGET, torch.device("cpu"))
     assert drawn.tolist() == uniforms(5, Purpose.TARGET, [7, 8, 9], 7).tolist()

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from specwire import AsyncClient, SamplingParams
+from specwire.core import Proposal
 from specwire.engine.batch import Feed
 from specwire.engine.device import LogitsDecider
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
@@ -73,7 +74,7 @@ def test_running_streams_do_not_wait_for_a_long_prompt(counting: CountingEngine)
         long = asyncio.create_task(engine.run(VerifyJob(prompt, 0, [2] * 1000)))
         length = 5
         while not long.done():
-            await engine.run(VerifyJob(reader, length, [3], draft_token_ids=[4, 5]))
+            await engine.run(VerifyJob(reader, length, [3], proposal=Proposal(length + 1, [4, 5])))
             length += 1
         await long
 

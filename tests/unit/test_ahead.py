@@ -8,7 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specwire.core import Continuation, Load, Outcome, Proposal, Rule, SamplingParams, Timings, Verdict
+from specwire.core import (
+    Continuation,
+    Load,
+    Outcome,
+    Proposal,
+    Rule,
+    SamplingParams,
+    Timings,
+    Verdict,
+    Wanted,
+)
 from specwire.errors import InvalidRequestError
 from specwire.proposals.prepared import PreparedProposals
 from specwire.rpc.wire import verify as wire
@@ -220,7 +230,7 @@ class TestColumns:
         ]
         sent = wire.response_to_proto(answers, [], Load(), "me")
         message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
-        found = wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+        found = wire.answers_from_proto(message, VOCAB_SIZE)
         assert [each.ahead_id for each in found] == [0, 11, 0]
         for one, other in zip(found, answers, strict=True):
             if other.continuation is None:
@@ -232,7 +242,7 @@ class TestColumns:
             assert one.continuation.outcome.next_token == other.continuation.outcome.next_token
         message.continuations.num_accepted[0] = 3
         with pytest.raises(InvalidRequestError, match="path"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+            wire.answers_from_proto(message, VOCAB_SIZE)
 
     def test_proposals_of_the_service_itself(self) -> None:
         """They follow the outcome, whether the service goes on with them or waits."""
@@ -244,25 +254,25 @@ class TestColumns:
         ]
         sent = wire.response_to_proto(answers, [], Load(), "me")
         message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
-        found = wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+        found = wire.answers_from_proto(message, VOCAB_SIZE)
         assert [each.proposal for each in found] == [tree, replace(chain, parents=[]), None]
         assert [each.continuation and each.continuation.ahead_id for each in found] == [-2, 0, None]
         with pytest.raises(InvalidRequestError, match="token_ids"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), 9)
-        message.next.has_supports.extend([True, False, False])
-        with pytest.raises(InvalidRequestError, match=r"has_supports|support"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+            wire.answers_from_proto(message, 9)
+        message.next.support_lens = bytes(4)
+        with pytest.raises(InvalidRequestError, match="support_lens"):
+            wire.answers_from_proto(message, VOCAB_SIZE)
         message.ClearField("continuations")
         with pytest.raises(InvalidRequestError, match="ahead_ids"):
-            wire.answers_from_proto(message, wire.rows_from_proto(message), VOCAB_SIZE)
+            wire.answers_from_proto(message, VOCAB_SIZE)
 
     def test_what_the_service_is_to_propose(self) -> None:
         orders = [
-            VerifyOrder(1, 4, 3, [1], num_next_draft_tokens=16, next_max_depth=4),
-            VerifyOrder(2, 5, 3, [1], num_next_draft_tokens=3),
+            VerifyOrder(1, 4, 3, [1], wanted=Wanted(16, 4)),
+            VerifyOrder(2, 5, 3, [1], wanted=Wanted(3)),
         ]
-        found = wire.orders_from_proto(received(*orders))
-        assert [(each.num_next_draft_tokens, each.next_max_depth) for each in found] == [(16, 4), (3, 0)]
+        found = wire.orders_from_proto(received(*orders), VOCAB_SIZE)
+        assert [each.wanted for each in found] == [Wanted(16, 4), Wanted(3)]
         plain = received(VerifyOrder(2, 5, 3, [1]))
         assert not plain.num_next_draft_tokens
         assert not plain.next_max_depths

@@ -14,7 +14,7 @@ from specwire.core import Proposal
 from specwire.errors import InternalError, InvalidRequestError
 from specwire.proposals import chains, tree
 from specwire.rpc.wire import proposals
-from specwire.support import Support
+from specwire.support import Support, certain
 
 THE, CAT, DOG, A = 7, 3, 5, 1
 CHAINS = [[THE, CAT], [THE, DOG], [A, CAT], [THE, CAT]]
@@ -95,9 +95,7 @@ def test_over_the_wire() -> None:
     others = [Proposal(4, [1, 2]), proposal_of([[THE, CAT, DOG, A]]), proposal_of(CHAINS)]
     others[1].leaves = ()
     message = proposals.to_proto(others, 16)
-    columns = proposals.columns_from_proto(message, 3)
-    proposals.check(columns, 100)
-    plain, chain, several = proposals.split(columns, [4, 9, 9], "d")
+    plain, chain, several = proposals.from_proto(message, [4, 9, 9], 100, "d")
     assert (plain.token_ids, chain.token_ids, several.token_ids) == tuple(each.token_ids for each in others)
     assert (several.parents, several.leaves) == (others[2].parents, others[2].leaves)
     assert chains.split(several)[0] == CHAINS
@@ -116,26 +114,26 @@ def test_over_the_wire() -> None:
     ],
 )
 def test_what_are_no_chains_is_refused(num_chains: int, token_ids: list[int], problem: str) -> None:
-    message = proposals.to_proto([Proposal(0, token_ids, [support_after(())] * len(token_ids))], 16)
+    message = proposals.to_proto([Proposal(0, token_ids, certain(token_ids))], 16)
     message.num_chains.append(num_chains)
     with pytest.raises(InvalidRequestError, match=problem):
-        proposals.split(proposals.columns_from_proto(message, 1), [0])
+        proposals.from_proto(message, [0], 100)
 
 
 def test_draws_from_different_distributions_are_refused() -> None:
     """Two chains with one token drawn from two distributions are not what the rule judges."""
-    supports = [[support_after(())], [Support(support_after(()).token_ids, support_after(()).probs * 0.5)]]
-    message = proposals.to_proto([Proposal(0, [THE, CAT], [each for own in supports for each in own])], 16)
+    supports = [support_after(()), Support(support_after(()).token_ids, support_after(()).probs[::-1])]
+    message = proposals.to_proto([Proposal(0, [THE, CAT], supports)], 16)
     message.num_chains.append(2)
     with pytest.raises(InvalidRequestError, match="differ after the same tokens"):
-        proposals.split(proposals.columns_from_proto(message, 1), [0])
+        proposals.from_proto(message, [0], 100)
 
 
 def test_matched_tokens_have_one_chain() -> None:
     message = proposals.to_proto([Proposal(0, [1, 2])], 0)
     message.num_chains.append(2)
     with pytest.raises(InvalidRequestError, match="num_chains=2"):
-        proposals.split(proposals.columns_from_proto(message, 1), [0])
+        proposals.from_proto(message, [0], 100)
 
 
 def test_more_chains_than_were_asked_for_are_refused() -> None:

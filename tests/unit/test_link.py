@@ -295,7 +295,7 @@ def broken(change: Any) -> verify_pb2.VerifyResponse:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda message: message.num_rows.append(1), "must have 2 entries"),
+        (lambda message: message.num_rows.append(1), "num_rows=2: must have 1 entries"),
         (lambda message: message.timings.ClearField("stall_ns"), "stall_ns=0: must have 1 entries"),
         (lambda message: setattr(message, "target_token_ids", b"\xff" * 4), "outside the vocabulary"),
         (lambda message: setattr(message, "support_lens", bytes(8)), "support_lens=8 bytes"),

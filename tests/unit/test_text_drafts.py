@@ -177,7 +177,7 @@ def test_supports_of_one_token_pass_the_checks_of_any_proposal() -> None:
     ]
     check_proposal(proposal, matches_tokens=False)
     sent = proposals.to_proto([proposal], support_len=2)
-    proposals.check(proposals.columns_from_proto(sent, 1), 8)
+    proposals.from_proto(sent, [proposal.base_len], 8)
 
 
 class TestBesideAModel:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,7 +247,7 @@ TREE = Proposal(8, [1, 2], parents=[-1, -1])
 
 
 def received_proposals(message: Any, num: int) -> list[Proposal]:
-    return proposals.split(proposals.columns_from_proto(message, num), [5, 8, 9][:num])
+    return proposals.from_proto(message, [5, 8, 9][:num], 1000)
 
 
 class TestProposals:
@@ -254,7 +256,7 @@ class TestProposals:
         message = over_the_wire(proposals.to_proto([CHAIN, TREE, Proposal(9)], support_len=3))
         assert message.num_tokens == [2, 2, 0]
         chain, tree, none = received_proposals(message, 3)
-        assert (chain.base_len, chain.token_ids, chain.parents) == (5, [7, 9], ())
+        assert (chain.base_len, chain.token_ids, chain.parents) == (5, [7, 9], [])
         assert (tree.base_len, tree.token_ids, tree.parents, tree.supports) == (8, [1, 2], [-1, -1], ())
         assert (none.base_len, none.token_ids) == (9, [])
         for support in chain.supports:
@@ -274,9 +276,9 @@ class TestProposals:
             received_proposals(late, 1)
         judged = proposals.to_proto([CHAIN], 2)
         judged.parent_indices = b"\xff\xff"
-        with pytest.raises(InvalidRequestError, match="must be false for a tree"):
+        with pytest.raises(InvalidRequestError, match="must be 0 for a tree"):
             received_proposals(judged, 1)
-        for name, value in (("support_len", 3), ("support_probs", bytes(4)), ("support_token_ids", b"")):
+        for name, value in (("support_lens", b"12"), ("support_probs", bytes(4)), ("support_token_ids", b"")):
             wrong = proposals.to_proto([CHAIN], 2)
             setattr(wrong, name, value)
             with pytest.raises(InvalidRequestError, match="must have"):
@@ -301,35 +303,40 @@ class TestModelServices:
         assert (list(message.open), list(message.close)) == ([self.OPENING], [1])
 
     def test_requests_to_verify(self) -> None:
+        """Supports are not padded, and without draft probabilities."""
+        certain_of_8 = Support(np.array([8]), np.ones(1, np.float32))
         orders = [
-            VerifyOrder(4, 1, 0, [1, 2, 3], []),
-            VerifyOrder(2, 9, 7, [5], [6, 8], (), [np.array([6, 7]), np.array([8])], "t"),
-            VerifyOrder(3, 2, 5, [6], [1, 2, 3], [-1, -1, 1], ahead_id=4),
+            VerifyOrder(4, 1, 0, [1, 2, 3], Proposal(3, [])),
+            VerifyOrder(2, 9, 7, [5], Proposal(8, [7, 8], [SUPPORT, certain_of_8], support_len=2), "t"),
+            VerifyOrder(3, 2, 5, [6], Proposal(6, [1, 2, 3], parents=[-1, -1, 1]), ahead_id=4),
         ]
         message = over_the_wire(verify_wire.request_to_proto([self.OPENING], [1], orders))
-        got = verify_wire.orders_from_proto(message)
-        for one, other in zip(got, orders, strict=True):
-            assert one._replace(supports=(), parents=()) == other._replace(supports=(), parents=())
-            assert [ids.tolist() for ids in one.supports] == [ids.tolist() for ids in other.supports]
-        assert [list(order.parents) for order in got] == [[], [-1, 0], [-1, -1, 1]]
+        first, second, third = verify_wire.orders_from_proto(message, 1000)
+        assert first == orders[0]._replace(proposal=Proposal(3, [], parents=[]))
+        assert third == orders[2]
+        assert second._replace(proposal=Proposal(8)) == orders[1]._replace(proposal=Proposal(8))
+        assert (second.proposal.base_len, second.proposal.token_ids) == (8, [7, 8])
+        assert [each.token_ids.tolist() for each in second.proposal.supports] == [[7, 9], [8]]
+        assert [each.probs.tolist() for each in second.proposal.supports] == [[], [1.0]]
 
-    def test_requests_with_and_without_draft_probabilities(self) -> None:
+    def test_requests_with_draft_probabilities(self) -> None:
         """Some sequences of a coordinator let verify go on by itself, and others do not."""
-        ids, probs = [np.array([6, 7]), np.array([8])], [SUPPORT.probs, np.ones(1, np.float32)]
         orders = [
-            VerifyOrder(1, 1, 0, [3], [6, 8], (), ids),
-            VerifyOrder(2, 1, 0, [3], [6, 8], (), ids, "", probs),
+            VerifyOrder(1, 1, 0, [3], replace(CHAIN, base_len=1)),
+            VerifyOrder(2, 1, 0, [3], replace(CHAIN, base_len=1), needs_probs=True),
             VerifyOrder(3, 1, 0, [3]),
         ]
-        got = verify_wire.orders_from_proto(over_the_wire(verify_wire.request_to_proto([], [], orders)))
-        assert [each.tolist() for each in got[1].draft_probs] == [each.tolist() for each in probs]
-        assert [each.tolist() for order in got for each in order.supports] == [[6, 7], [8]] * 2
-        assert got[2].draft_probs == ()
+        message = over_the_wire(verify_wire.request_to_proto([], [], orders))
+        *drawn, plain = (each.proposal for each in verify_wire.orders_from_proto(message, 1000))
+        for proposal in drawn:
+            assert [each.token_ids.tolist() for each in proposal.supports] == [[7, 9]] * 2
+            assert [each.probs.tolist() for each in proposal.supports] == [[0.25, 0.75]] * 2
+        assert plain == Proposal(1, [])
 
     def test_messages_without_requests(self) -> None:
         for pack, unpack in (
             (draft_wire.request_to_proto, draft_wire.orders_from_proto),
-            (verify_wire.request_to_proto, verify_wire.orders_from_proto),
+            (verify_wire.request_to_proto, partial(verify_wire.orders_from_proto, vocab_size=1000)),
         ):
             message = over_the_wire(pack([self.OPENING], [7], []))
             assert unpack(message) == []
@@ -343,29 +350,29 @@ class TestModelServices:
         ahead = [PreparedAnswer(2, [4, 5], TREE, 9, 2**40, 77, "t")]
         message = over_the_wire(draft_wire.response_to_proto(answers, ahead, [], "i", 2))
         found = received_proposals(message.proposals, 2)
-        got = draft_wire.answers_from_proto(message, found)
+        got = draft_wire.answers_from_proto(message, 1000)
         assert [each._replace(proposal=found[0]) for each in got] == [
             each._replace(proposal=found[0]) for each in answers
         ]
-        (prepared,) = draft_wire.prepared_from_proto(message.prepared, [TREE], 1000)
+        (prepared,) = draft_wire.prepared_from_proto(message.prepared, 1000)
         assert prepared == ahead[0]
 
     def test_answers_of_verify(self) -> None:
         entry = Logprobs(np.array([3, 8]), np.array([-0.5, -1.5], dtype=np.float32), 1)
-        judged = Verdict(9, [4, -1], [np.array([0.5], dtype=np.float32)], [0.125], [entry, entry])
+        judged = Verdict(9, [4, 6], [np.array([0.875], dtype=np.float32)], [0.125], [entry, entry])
         load = Load(1, 2, 3, 4, 5)
         answers = [
             VerifyAnswer(4, 1, judged, SPENT, 6, load=load),
             VerifyAnswer(2, 9, Verdict(3, [7]), Timings(), 0, 3, Continuation(4, Outcome([0], 5)), load),
         ]
         message = over_the_wire(verify_wire.response_to_proto(answers, [], load, "i"))
-        got = verify_wire.answers_from_proto(message, verify_wire.rows_from_proto(message), 64)
+        got = verify_wire.answers_from_proto(message, 64)
         assert [each._replace(verdict=judged) for each in got] == [
             each._replace(verdict=judged) for each in answers
         ]
         first, second = (each.verdict for each in got)
-        assert (first.base_len, first.target_token_ids, [*first.tail_mass]) == (9, [4, -1], [0.125])
-        assert first.target_probs[0].tolist() == [0.5]
+        assert (first.base_len, first.target_token_ids, [*first.tail_mass]) == (9, [4, 6], [0.125])
+        assert first.target_probs[0].tolist() == [0.875]
         assert first.logprobs[1].of(8) == -1.5
         assert first.logprobs[1].top() == [(8, -1.5)]
         assert (second.base_len, second.target_token_ids) == (3, [7])

@@ -112,12 +112,6 @@ def split_parents(data: bytes, lengths: Sequence[int]) -> list[Sequence[int]]:
 # --- supports -----------------------------------------------------------------------------------------
 
 
-def ids_of(name: str, data: bytes, num_entries: int) -> IntArray:
-    """Token ids, int64 [num_entries]."""
-    ids: IntArray = unpack(name, data, num_entries).astype(np.int64)
-    return ids
-
-
 def join(arrays: Sequence[IntArray | FloatArray], dtype: str) -> bytes:
     """All entries of some arrays."""
     return np.concatenate(arrays).astype(dtype, copy=False).tobytes() if arrays else b""

@@ -91,21 +91,20 @@ def request_to_proto(
     """All that is ready, in one message."""
     if not orders:
         return draft_pb2.DraftRequest(open=opened, close=closed)
-    columns_of = zip(*orders, strict=True)
-    sequence_ids, request_ids, base_lens, token_ids, nums, max_depths, prepare, traces, chains = columns_of
+    num_chains = [order.num_chains for order in orders]
     return draft_pb2.DraftRequest(
         open=opened,
         close=closed,
-        sequence_ids=sequence_ids,
-        request_ids=request_ids,
-        base_lens=base_lens,
-        num_tokens=[*map(len, token_ids)],
-        token_ids=columns.pack(token_ids),
-        num_draft_tokens=nums,
-        max_depths=max_depths,
-        prepare=_preparations_to_proto(prepare),
-        traceparents=columns.traceparents_to(traces),
-        num_chains=chains if max(chains) > 1 else (),
+        sequence_ids=[order.sequence_id for order in orders],
+        request_ids=[order.request_id for order in orders],
+        base_lens=[order.base_len for order in orders],
+        num_tokens=[len(order.token_ids) for order in orders],
+        token_ids=columns.pack(order.token_ids for order in orders),
+        num_draft_tokens=[order.num_draft_tokens for order in orders],
+        max_depths=[order.max_depth for order in orders],
+        prepare=_preparations_to_proto([order.prepare for order in orders]),
+        traceparents=columns.traceparents_to([order.traceparent for order in orders]),
+        num_chains=num_chains if max(num_chains) > 1 else (),
     )
 
 
@@ -207,7 +206,8 @@ def response_to_proto(
         message.timings.CopyFrom(columns.timings_to_proto([answer.timings for answer in answers]))
         message.num_cached_tokens.extend([answer.num_cached_tokens for answer in answers])
         message.begun_ahead.extend([answer.begun_ahead for answer in answers])
-        message.proposals.CopyFrom(_proposals_to_proto(answers, support_len))
+        own = [answer.proposal for answer in answers]
+        message.proposals.CopyFrom(proposals.to_proto(own, support_len))
     if prepared:
         message.prepared.CopyFrom(_prepared_to_proto(prepared, support_len))
     return message
@@ -223,21 +223,21 @@ def _prepared_to_proto(prepared: Sequence[PreparedAnswer], support_len: int) -> 
         path_lens=[len(each.path) for each in prepared],
         path_token_ids=columns.pack(each.path for each in prepared),
         traceparents=columns.traceparents_to([each.traceparent for each in prepared]),
-        proposals=_proposals_to_proto(prepared, support_len),
+        proposals=proposals.to_proto([each.proposal for each in prepared], support_len),
     )
 
 
-def _proposals_to_proto(
-    answers: Sequence[DraftAnswer | PreparedAnswer], support_len: int
-) -> common_pb2.Proposals:
-    return proposals.to_proto([answer.proposal for answer in answers], support_len)
+def answers_from_proto(
+    message: draft_pb2.DraftResponse, vocab_size: int, source: str = ""
+) -> list[DraftAnswer]:
+    """The answers of a message.
 
-
-def answers_from_proto(message: draft_pb2.DraftResponse, found: Sequence[Proposal]) -> list[DraftAnswer]:
-    """The answers of a message, given the proposals in its `proposals`.
+    Args:
+        vocab_size: of the target, in tokens.
+        source: of the proposals.
 
     Raises:
-        InvalidRequestError: columns that do not fit each other.
+        InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
     """
     num = len(message.sequence_ids)
     columns.check_lengths(message, num, "request_ids", "base_lens", "num_cached_tokens", "begun_ahead")
@@ -246,7 +246,7 @@ def answers_from_proto(message: draft_pb2.DraftResponse, found: Sequence[Proposa
             DraftAnswer,
             message.sequence_ids,
             message.request_ids,
-            found,
+            proposals.from_proto(message.proposals, message.base_lens, vocab_size, source),
             columns.timings_from_proto(message.timings, num),
             message.num_cached_tokens,
             message.begun_ahead,
@@ -255,13 +255,9 @@ def answers_from_proto(message: draft_pb2.DraftResponse, found: Sequence[Proposa
 
 
 def prepared_from_proto(
-    message: draft_pb2.PreparedProposals, found: Sequence[Proposal], vocab_size: int
+    message: draft_pb2.PreparedProposals, vocab_size: int, source: str = ""
 ) -> list[PreparedAnswer]:
-    """The prepared proposals of a message, given the proposals in its `proposals`.
-
-    Raises:
-        InvalidRequestError: columns that do not fit each other, or tokens that cannot be.
-    """
+    """The prepared proposals of a message; see `answers_from_proto`."""
     num = len(message.sequence_ids)
     columns.check_lengths(
         message, num, "base_lens", "last_request_ids", "last_request_age_ns", "forward_ns", "path_lens"
@@ -274,7 +270,7 @@ def prepared_from_proto(
             PreparedAnswer,
             message.sequence_ids,
             paths,
-            found,
+            proposals.from_proto(message.proposals, message.base_lens, vocab_size, source),
             message.last_request_ids,
             message.last_request_age_ns,
             message.forward_ns,

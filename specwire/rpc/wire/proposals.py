@@ -1,243 +1,285 @@
-"""Proposals in columns, as nouns and back, and what makes them valid. No I/O."""
+"""Proposals in columns, as nouns and back, and what makes them valid. No I/O.
+
+One form on all wires: what a draft answers, what is sent ahead, what a target proposes by itself, and what
+it is to judge. A proposal that is read here has been checked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_PATH_LEN, Proposal, check_token_ids
 from specwire.errors import InvalidRequestError
 from specwire.proposals import chains, tree
 from specwire.rpc.wire import columns
-from specwire.support import FloatArray, IntArray, Support
-from specwire.v1 import common_pb2
+from specwire.support import NO_SUPPORT, FloatArray, IntArray, Support, certain
+from specwire.v1 import common_pb2, draft_pb2, verify_pb2
 
 NO_ID = 2**32 - 1
 """Padding of a support."""
-_SUM_TOLERANCE = 1e-3
+SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
 
 
-def to_proto(proposals: Sequence[Proposal], support_len: int) -> common_pb2.Proposals:
+def to_proto(
+    proposals: Sequence[Proposal], support_len: int | None = None, *, with_probs: bool = True
+) -> common_pb2.Proposals:
     """One entry for each.
 
     Args:
-        support_len: entries that each support is padded to: the size must not depend on tokens.
+        support_len: entries that each support is padded to, where the size must not depend on tokens; None
+            for no padding.
+        with_probs: of the supports.
+
+    Raises:
+        ValueError: a support has more entries.
     """
-    laid_out = [_LaidOut.of(each) for each in proposals]
-    token_ids = [each.token_ids for each in laid_out]
-    num_tokens = [*map(len, token_ids)]
+    laid_out = [chains.laid_out(each) for each in proposals]
+    num_tokens = [len(token_ids) for token_ids, _ in laid_out]
+    parents = [() if each.leaves else each.parents for each in proposals]
     message = common_pb2.Proposals(
         num_tokens=num_tokens,
-        token_ids=columns.pack(token_ids, "<i4"),
-        parent_indices=columns.pack_parents(
-            [() if each.leaves else each.parents for each in proposals], num_tokens
-        ),
+        token_ids=columns.pack((token_ids for token_ids, _ in laid_out), "<i4"),
+        parent_indices=columns.pack_parents(parents, num_tokens),
     )
     if any(each.leaves for each in proposals):
         message.num_chains.extend([len(each.leaves) or 1 for each in proposals])
-    if any(each.supports for each in proposals):
-        _add_supports(message, laid_out, support_len)
+    if any(own for _, own in laid_out):
+        supports = [each for token_ids, own in laid_out for each in own or [NO_SUPPORT] * len(token_ids)]
+        _add_supports(message, supports, support_len, with_probs=with_probs)
     return message
 
 
-class _LaidOut(NamedTuple):
-    """The tokens of a proposal as they are sent, each with its support where it was drawn from one."""
-
-    token_ids: Sequence[int]
-    supports: Sequence[Support]
-
-    @classmethod
-    def of(cls, proposal: Proposal) -> _LaidOut:
-        """Several chains come one after another."""
-        if not proposal.leaves or not proposal.supports:
-            return cls(proposal.token_ids, proposal.supports)
-        token_ids, supports = chains.split(proposal)
-        return cls([*chain.from_iterable(token_ids)], [*chain.from_iterable(supports)])
-
-
-def _add_supports(message: common_pb2.Proposals, proposals: Sequence[_LaidOut], support_len: int) -> None:
-    has_supports = [bool(each.supports) for each in proposals]
-    supports = [support for each in proposals for support in each.supports]
-    ids = np.full((len(supports), support_len), NO_ID, "<u4")
-    probs = np.zeros((len(supports), support_len), "<f4")
-    for row, support in enumerate(supports):
-        ids[row, : len(support.token_ids)] = support.token_ids
-        probs[row, : len(support.probs)] = support.probs
-    message.has_supports.extend(has_supports)
-    message.support_len = support_len
-    message.support_token_ids, message.support_probs = ids.tobytes(), probs.tobytes()
+def _add_supports(
+    message: common_pb2.Proposals, supports: Sequence[Support], support_len: int | None, *, with_probs: bool
+) -> None:
+    """One for each token; those of tokens that were matched stay empty."""
+    lens = [len(each.token_ids) for each in supports]
+    if support_len is not None and max(lens) > support_len:
+        raise ValueError(f"a support of {max(lens)} entries, where all are padded to {support_len}")
+    sent_lens = lens if support_len is None else [num and support_len for num in lens]
+    ids, probs = np.full(sum(sent_lens), NO_ID, "<u4"), np.zeros(sum(sent_lens), "<f4")
+    start = 0
+    for support, num, sent_len in zip(supports, lens, sent_lens, strict=True):
+        ids[start : start + num] = support.token_ids
+        if with_probs:
+            probs[start : start + num] = support.probs
+        start += sent_len
+    message.support_lens = columns.pack([sent_lens])
+    message.support_token_ids = ids.tobytes()
+    if with_probs:
+        message.support_probs = probs.tobytes()
 
 
-class ProposalColumns(NamedTuple):
-    """The proposals of a message, before they are split; padding of supports included.
+def from_proto(
+    message: common_pb2.Proposals, base_lens: Sequence[int], vocab_size: int, source: str = ""
+) -> list[Proposal]:
+    """The proposals of a message, which the rule and the target can judge.
 
-    Attributes:
-        num_tokens: of each proposal.
-        token_ids: int32, of all proposals.
-        parents: of each; empty where all are chains.
-        has_supports: of each.
-        support_ids: int64 [tokens of proposals with supports, support_len].
-        support_probs: float32, for these.
-        num_chains: of each, one after another.
-    """
-
-    num_tokens: list[int]
-    token_ids: IntArray
-    parents: list[Sequence[int]]
-    has_supports: list[bool]
-    support_ids: IntArray
-    support_probs: FloatArray
-    num_chains: list[int]
-
-    @property
-    def is_drawn(self) -> npt.NDArray[np.bool_]:
-        """Tokens of proposals with supports."""
-        return np.repeat(np.array(self.has_supports, np.bool_), self.num_tokens)
-
-    @property
-    def is_entry(self) -> npt.NDArray[np.bool_]:
-        """Entries of supports that are not padding."""
-        is_entry: npt.NDArray[np.bool_] = self.support_ids != NO_ID
-        return is_entry
-
-
-def columns_from_proto(message: common_pb2.Proposals, num: int) -> ProposalColumns:
-    """The columns of `num` proposals.
+    Args:
+        base_lens: of each, in tokens.
+        vocab_size: of the target, in tokens.
 
     Raises:
-        InvalidRequestError: they do not fit each other.
+        InvalidRequestError: naming what is wrong with the columns, or with one of the proposals.
     """
+    found = list[Proposal]()
+    for each in each_from_proto(message, base_lens, vocab_size, source):
+        if isinstance(each, InvalidRequestError):
+            raise each
+        found.append(each)
+    return found
+
+
+def each_from_proto(
+    message: common_pb2.Proposals,
+    base_lens: Sequence[int],
+    vocab_size: int,
+    source: str = "",
+    *,
+    with_probs: bool = True,
+) -> list[Proposal | InvalidRequestError]:
+    """As `from_proto`; what is wrong with a proposal takes its place.
+
+    Args:
+        with_probs: whether the probabilities of supports must have been sent.
+
+    Raises:
+        InvalidRequestError: the columns do not fit each other.
+    """
+    num = len(base_lens)
     columns.check_lengths(message, num, "num_tokens")
     num_tokens, total = columns.counts_of("num_tokens", message.num_tokens)
     token_ids = columns.unpack("token_ids", message.token_ids, total, "<i4")
     parents = columns.split_parents(message.parent_indices, num_tokens)
-    has_supports = list(message.has_supports) or [False] * num
-    if len(has_supports) != num:
-        raise InvalidRequestError("has_supports", len(has_supports), f"must have {num} entries")
-    num_rows = sum(n for n, has in zip(num_tokens, has_supports, strict=True) if has)
-    length = message.support_len
-    if length < 0:
-        raise InvalidRequestError("support_len", length, "must be at least 0")
-    ids = columns.ids_of("support_token_ids", message.support_token_ids, num_rows * length)
-    probs = columns.unpack("support_probs", message.support_probs, num_rows * length, "<f4")
-    shape = num_rows, length
-    num_chains = list(message.num_chains) or [1] * num
-    if len(num_chains) != num:
-        raise InvalidRequestError("num_chains", len(num_chains), f"must have {num} entries")
-    return ProposalColumns(
-        num_tokens, token_ids, parents, has_supports, ids.reshape(shape), probs.reshape(shape), num_chains
-    )
+    num_chains = message.num_chains or [1] * num
+    if message.num_chains:
+        columns.check_lengths(message, num, "num_chains")
+    drawn = _Drawn.of(message, token_ids, with_probs=with_probs)
+    try:
+        drawn.check(vocab_size)
+        is_sound = True
+    except InvalidRequestError:
+        is_sound = False  # one of them is not: each is checked by itself
+    found, start = list[Proposal | InvalidRequestError](), 0
+    for i, own_ids in enumerate(columns.split(token_ids.tolist(), num_tokens)):
+        tokens = slice(start, start := start + len(own_ids))
+        try:
+            if not is_sound:
+                drawn.within(tokens).check(vocab_size)
+            own = drawn.supports(tokens) if drawn.sent_lens else ()
+            support_len = max(drawn.sent_lens[tokens]) if own else 0
+            proposal = Proposal(base_lens[i], own_ids, own, source, parents[i], support_len)
+            found.append(_sound(proposal, num_chains[i]))
+        except InvalidRequestError as error:
+            found.append(error)
+    return found
 
 
-def check(found: ProposalColumns, vocab_size: int) -> None:
-    """Refuse proposals that the rule or the target could not judge.
+class _Drawn(NamedTuple):
+    """Tokens, and what they were drawn from; padding is left out.
 
-    Args:
-        vocab_size: of the target, in tokens.
+    Attributes:
+        token_ids: int32 [num_tokens].
+        sent_lens: [num_tokens], of each token's support, padding included; empty where all were matched.
+        bounds: [num_tokens + 1], where each support begins in the columns below, and the end of the last one.
+        ids: uint32, of all supports.
+        probs: float32, for these; empty where they were not sent.
+    """
+
+    token_ids: IntArray
+    sent_lens: Sequence[int]
+    bounds: Sequence[int]
+    ids: IntArray
+    probs: FloatArray
+
+    @classmethod
+    def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _Drawn:
+        """All of a message.
+
+        Raises:
+            InvalidRequestError: the columns do not fit each other, or padding comes before an id.
+        """
+        num = len(token_ids) if message.support_lens else 0
+        sent_lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
+        ends = np.cumsum(sent_lens)
+        num_sent = int(sent_lens.sum())
+        ids = columns.unpack("support_token_ids", message.support_token_ids, num_sent)
+        num_probs = num_sent if with_probs or message.support_probs else 0
+        probs = columns.unpack("support_probs", message.support_probs, num_probs, "<f4")
+        is_entry = ids != NO_ID
+        if not is_entry.all():
+            firsts = np.flatnonzero(is_entry[1:] & ~is_entry[:-1]) + 1  # entries after padding
+            if not np.isin(firsts, ends).all():
+                raise InvalidRequestError("support_token_ids", NO_ID, "comes before an id of its support")
+            ends = np.cumsum(is_entry)[ends - 1] * (ends > 0)
+            ids, probs = ids[is_entry], probs[is_entry] if num_probs else probs
+        return cls(token_ids, sent_lens.tolist(), [0, *ends.tolist()], ids, probs)
+
+    def within(self, tokens: slice) -> _Drawn:
+        """Some of the tokens."""
+        bounds = self.bounds[tokens.start : tokens.stop + 1] or [0]
+        entries = slice(bounds[0], bounds[-1])
+        bounds = [bound - bounds[0] for bound in bounds]
+        ids, probs = self.ids[entries], self.probs[entries]
+        return _Drawn(self.token_ids[tokens], self.sent_lens[tokens], bounds, ids, probs)
+
+    def supports(self, tokens: slice) -> Sequence[Support]:
+        """Of each of some tokens; copies, since a proposal that is kept must not keep all of its message.
+
+        Without probabilities, a support of one token is certain of it.
+
+        Raises:
+            InvalidRequestError: some have supports, and others have none.
+        """
+        sent_lens, bounds = self.sent_lens[tokens], self.bounds[tokens.start : tokens.stop + 1]
+        if not any(sent_lens):
+            return ()
+        if not all(sent_lens):
+            problem = f"must be over 0 for all {len(sent_lens)} tokens or for none"
+            raise InvalidRequestError("support_lens", 0, problem)
+        first, last = bounds[0], bounds[-1]
+        ids, probs = self.ids[first:last].astype(np.int64), self.probs[first:last].copy()
+        parts = [slice(start - first, end - first) for start, end in pairwise(bounds)]
+        if len(probs):
+            return [Support(ids[part], probs[part]) for part in parts]
+        return [Support(own, probs) if len(own := ids[part]) > 1 else certain(own)[0] for part in parts]
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse tokens and supports that the rule or the target could not judge.
+
+        Raises:
+            InvalidRequestError: naming what is wrong.
+        """
+        check_token_ids("token_ids", self.token_ids, vocab_size)
+        if not any(self.sent_lens):
+            return
+        check_token_ids("support_token_ids", self.ids, vocab_size)
+        lens, is_missing = np.diff(self.bounds), np.array(self.sent_lens) > 0
+        ordered = np.sort(np.repeat(np.arange(len(lens)) * vocab_size, lens) + self.ids)
+        for key in ordered[1:][ordered[1:] == ordered[:-1]][:1].tolist():
+            raise InvalidRequestError("support_token_ids", key % vocab_size, "is in a support twice")
+        hits = np.flatnonzero(self.ids == np.repeat(self.token_ids, lens))
+        is_missing[np.searchsorted(self.bounds, hits, side="right") - 1] = False
+        for token_id in self.token_ids[is_missing][:1].tolist():
+            raise InvalidRequestError("support_token_ids", token_id, "is missing where it was drawn from")
+        if not len(self.probs):
+            return
+        if not (self.probs > 0).all():
+            raise InvalidRequestError("support_probs", float(self.probs.min()), "must be positive numbers")
+        starts = np.array(self.bounds[:-1])[lens > 0]
+        sums = np.add.reduceat(self.probs, starts, dtype=np.float64)
+        if not (np.abs(sums - 1) < SUM_TOLERANCE).all():
+            raise InvalidRequestError("support_probs", sums.tolist(), "must add up to 1")
+
+
+def _sound(proposal: Proposal, num_chains: int) -> Proposal:
+    """As it is judged: several chains share nodes, and what is spelt out as a tree may be a chain.
 
     Raises:
-        InvalidRequestError: naming what is wrong.
+        InvalidRequestError: parents that are no tree, a tree with supports, or other tokens than of chains.
     """
-    check_token_ids("token_ids", found.token_ids, vocab_size)
-    if not any(found.has_supports):
-        return
-    drawn, ids, is_entry = found.token_ids[found.is_drawn], found.support_ids, found.is_entry
-    check_token_ids("support_token_ids", ids[is_entry], vocab_size)
-    probs = np.where(is_entry, found.support_probs, 0.0)
-    is_first = is_entry[:, 1:] <= is_entry[:, :-1]
-    if not is_entry.any(axis=1).all() or not is_first.all() or not (probs[is_entry] > 0).all():
-        raise InvalidRequestError("support_probs", probs.min(initial=1.0), "must be positive numbers")
-    sums = probs.sum(axis=1, dtype=np.float64)
-    if not (np.abs(sums - 1) < _SUM_TOLERANCE).all():
-        raise InvalidRequestError("support_probs", sums.tolist(), "must add up to 1")
-    ordered = np.sort(ids, axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_ID)).any():
-        raise InvalidRequestError("support_token_ids", ids.tolist(), "has an id twice")
-    if not (ids == drawn[:, None]).any(axis=1).all():
-        raise InvalidRequestError("support_token_ids", ids.tolist(), "lacks the token that was drawn from it")
+    num_tokens, has_supports = len(proposal.token_ids), bool(proposal.supports)
+    may_be_several = has_supports and 1 <= num_chains <= MAX_NUM_DRAFT_TOKENS
+    if num_chains != 1 and (not may_be_several or num_tokens % num_chains):
+        raise InvalidRequestError("num_chains", num_chains, f"does not fit {num_tokens} tokens")
+    if proposal.parents:
+        proposal.parents = tree.checked_parents(proposal.parents, num_tokens)
+        if proposal.parents and has_supports:
+            raise InvalidRequestError("support_lens", proposal.support_len, "must be 0 for a tree")
+    return _merged(proposal, num_chains) if num_chains > 1 else proposal
 
 
-def split(found: ProposalColumns, base_lens: Sequence[int], source: str = "") -> list[Proposal]:
-    """Each by itself, without padding.
-
-    Raises:
-        InvalidRequestError: parents that are no tree, a tree with supports, or tokens that are not so many
-            chains.
-    """
-    token_lists = columns.split(found.token_ids.tolist(), found.num_tokens)
-    lengths, num_rows = found.is_entry.sum(axis=1).tolist(), 0
-    proposals = []
-    for base_len, token_ids, parents, has, num_chains in zip(
-        base_lens, token_lists, found.parents, found.has_supports, found.num_chains, strict=True
-    ):
-        if num_chains != 1:
-            _check_chains(num_chains, token_ids, has_supports=has)
-        if not has:
-            known = tree.checked_parents(parents, len(token_ids)) if parents else ()
-            proposals.append(Proposal(base_len, token_ids, (), source, known))
-            continue
-        if parents and tree.checked_parents(parents, len(token_ids)):
-            raise InvalidRequestError("has_supports", True, "must be false for a tree")
-        rows = slice(num_rows, num_rows + len(token_ids))
-        num_rows = rows.stop
-        own = _supports(found.support_ids[rows], found.support_probs[rows], lengths[rows])
-        support_len = found.support_ids.shape[1]
-        if num_chains > 1:
-            proposals.append(_merged(token_ids, own, num_chains, base_len, source, support_len))
-            continue
-        proposals.append(Proposal(base_len, token_ids, own, source, support_len=support_len))
-    return proposals
-
-
-def _check_chains(num_chains: int, token_ids: Sequence[int], *, has_supports: bool) -> None:
-    """Raises:
-    InvalidRequestError: the tokens are not so many chains of one length.
-    """
-    if not (has_supports and 1 <= num_chains <= MAX_NUM_DRAFT_TOKENS) or len(token_ids) % num_chains:
-        raise InvalidRequestError("num_chains", num_chains, f"does not fit {len(token_ids)} tokens")
-
-
-def _merged(
-    token_ids: Sequence[int],
-    supports: Sequence[Support],
-    num_chains: int,
-    base_len: int,
-    source: str,
-    support_len: int,
-) -> Proposal:
+def _merged(proposal: Proposal, num_chains: int) -> Proposal:
     """Several chains as one proposal.
 
     Raises:
         InvalidRequestError: tokens that follow the same tokens have different supports.
     """
-    length = len(token_ids) // num_chains
-    starts = range(0, num_chains * length, length) if length else [0] * num_chains
-    own_ids = [token_ids[start : start + length] for start in starts]
-    own_supports = [supports[start : start + length] for start in starts]
-    found = chains.merged(own_ids, own_supports, base_len, source=source, support_len=support_len)
-    for declared, agreed in zip(own_supports, chains.split(found)[1], strict=True):
-        for ours, theirs in zip(declared, agreed, strict=True):
-            if ours is not theirs and not (
-                np.array_equal(ours.token_ids, theirs.token_ids) and np.array_equal(ours.probs, theirs.probs)
-            ):
-                raise InvalidRequestError("support_probs", num_chains, "differ after the same tokens")
+    supports, length = proposal.supports, len(proposal.token_ids) // num_chains
+    starts = range(0, len(supports), length)
+    found = chains.merged(
+        [proposal.token_ids[start : start + length] for start in starts],
+        [supports[start : start + length] for start in starts],
+        proposal.base_len,
+        source=proposal.source,
+        support_len=proposal.support_len,
+    )
+    for ours, theirs in zip(supports, chains.laid_out(found)[1], strict=True):
+        if ours is not theirs and not (
+            np.array_equal(ours.token_ids, theirs.token_ids) and np.array_equal(ours.probs, theirs.probs)
+        ):
+            raise InvalidRequestError("support_probs", num_chains, "differ after the same tokens")
     return found
 
 
-def _supports(ids: IntArray, probs: FloatArray, lengths: Sequence[int]) -> list[Support]:
-    """Of one proposal; copies, since a proposal that is kept must not keep all of its message."""
-    return [
-        Support(own_ids[:length], own_probs[:length])
-        for own_ids, own_probs, length in zip(ids.copy(), probs.copy(), lengths, strict=True)
-    ]
-
-
-def paths_of(message: Any, vocab_size: int) -> list[Sequence[int]]:
+def paths_of(
+    message: draft_pb2.PreparedProposals | verify_pb2.AheadProposals, vocab_size: int
+) -> list[Sequence[int]]:
     """The path of each proposal: the tokens between its `base_lens` and it.
 
     Raises:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from specwire.core import (
-    MAX_NUM_DRAFT_TOKENS,
+    NO_TOKEN,
     Continuation,
     Load,
     Logprobs,
     Outcome,
     Proposal,
-    SamplingParams,
     Timings,
     Verdict,
+    Wanted,
+    check_token_ids,
 )
-from specwire.errors import InvalidRequestError
+from specwire.errors import InternalError, InvalidRequestError
 from specwire.rpc.wire import arrays, columns, proposals
 from specwire.rpc.wire import model as wire
 from specwire.support import FloatArray, IntArray
@@ -30,41 +32,40 @@ Value = TypeVar("Value")
 
 MAX_AHEAD_OF_MESSAGE = 1 << 16
 """Proposals ahead, of all sequences."""
-_NO_IDS: IntArray = np.empty(0, np.int64)
+WANTED_COLUMNS = {
+    "num_next_draft_tokens": "num_draft_tokens",
+    "next_max_depths": "max_depth",
+    "num_plain_ahead": "num_plain",
+}
+"""And the attribute of `Wanted` that each has."""
 _NO_PROBS: FloatArray = np.empty(0, np.float32)
 _NO_ACCOUNT = Continuation(0, Outcome((), 0))
 
 
 class VerifyOrder(NamedTuple):
-    """A request: commit tokens, and judge draft tokens after them.
+    """A request: commit tokens, and judge a proposal after them.
 
     Attributes:
         base_len: length that the sequence is rolled back to, in tokens.
         token_ids: committed after it.
-        parents: of the draft tokens; empty for a chain.
-        supports: int64, one for each draft token, under rejection; empty where tokens are matched.
+        proposal: what to judge after these; empty if the receiver has announced that it went on with it.
         traceparent: of the span around it; empty if it is not traced.
-        draft_probs: float32 on each support, if the receiver may go on by itself; else empty.
-        ahead_id: of the proposal, if the receiver has announced that it went on with it; the request has no
-            draft tokens then. Else 0.
-        num_next_draft_tokens: that the receiver proposes after the verdict, as a tree if a depth is given.
-        next_max_depth: longest path of that tree; 0 for a chain.
-        num_plain_ahead: rounds without draft tokens that the receiver may begin before they are asked for.
+        ahead_id: of the proposal that the receiver has announced; else 0.
+        wanted: of the receiver after the verdict.
+        needs_probs: the receiver may apply the rule itself, so draft probabilities are sent.
+        problem: why the proposal of a request that was received cannot be judged; None if it can.
     """
 
     sequence_id: int
     request_id: int
     base_len: int
     token_ids: Sequence[int]
-    draft_token_ids: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    supports: Sequence[IntArray] = ()
+    proposal: Proposal = Proposal(0)
     traceparent: str = ""
-    draft_probs: Sequence[FloatArray] = ()
     ahead_id: int = 0
-    num_next_draft_tokens: int = 0
-    next_max_depth: int = 0
-    num_plain_ahead: int = 0
+    wanted: Wanted = Wanted()
+    needs_probs: bool = False
+    problem: InvalidRequestError | None = None
 
 
 class AheadOrder(NamedTuple):
@@ -125,31 +126,20 @@ def request_to_proto(
 
 
 def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrder]) -> None:
-    columns_of = zip(*orders, strict=True)
-    ids, request_ids, base_lens, token_ids, drafts, parents, supports, traces, *others = columns_of
-    probs, ahead_ids, num_next, next_depths, num_plain = others
-    num_draft_tokens = [*map(len, drafts)]
-    message.sequence_ids.extend(ids)
-    message.request_ids.extend(request_ids)
-    message.base_lens.extend(base_lens)
-    message.num_tokens.extend([*map(len, token_ids)])
-    message.token_ids = columns.pack(token_ids)
-    message.num_draft_tokens.extend(num_draft_tokens)
-    message.draft_token_ids = columns.pack(drafts)
-    message.parent_indices = columns.pack_parents(parents, num_draft_tokens)
-    message.support_lens, message.support_token_ids = _pack_supports(supports, num_draft_tokens)
-    if any(probs):
-        filled = [own or map(np.zeros_like, support) for own, support in zip(probs, supports, strict=True)]
-        message.support_probs = columns.join([*chain.from_iterable(filled)], "<f4")
-    message.traceparents.extend(columns.traceparents_to(traces))
-    if any(ahead_ids):
-        message.ahead_ids.extend(ahead_ids)
-    if any(num_next):
-        message.num_next_draft_tokens.extend(num_next)
-    if any(next_depths):
-        message.next_max_depths.extend(next_depths)
-    if any(num_plain):
-        message.num_plain_ahead.extend(num_plain)
+    message.sequence_ids.extend([order.sequence_id for order in orders])
+    message.request_ids.extend([order.request_id for order in orders])
+    message.base_lens.extend([order.base_len for order in orders])
+    message.num_tokens.extend([len(order.token_ids) for order in orders])
+    message.token_ids = columns.pack(order.token_ids for order in orders)
+    found = [order.proposal for order in orders]
+    with_probs = any(order.needs_probs for order in orders)
+    message.proposals.CopyFrom(proposals.to_proto(found, with_probs=with_probs))
+    message.traceparents.extend(columns.traceparents_to([order.traceparent for order in orders]))
+    if any(order.ahead_id for order in orders):
+        message.ahead_ids.extend([order.ahead_id for order in orders])
+    for name, attribute in WANTED_COLUMNS.items():
+        if any(entries := [getattr(order.wanted, attribute) for order in orders]):
+            getattr(message, name).extend(entries)
 
 
 def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
@@ -177,26 +167,14 @@ def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> lis
         raise InvalidRequestError("sequence_ids", num, f"over {MAX_AHEAD_OF_MESSAGE} proposals in a message")
     columns.check_lengths(message, num, "ahead_ids", "base_lens", "path_lens")
     paths = proposals.paths_of(message, vocab_size)
-    found = proposals.columns_from_proto(message.proposals, num)
-    proposals.check(found, vocab_size)
-    if max(found.num_chains, default=1) > 1:
-        raise InvalidRequestError("num_chains", max(found.num_chains), "must be 1 for a proposal ahead")
-    return list(
-        map(
-            AheadOrder,
-            message.sequence_ids,
-            message.ahead_ids,
-            paths,
-            proposals.split(found, message.base_lens),
-        )
-    )
+    found = proposals.from_proto(message.proposals, message.base_lens, vocab_size)
+    return list(map(AheadOrder, message.sequence_ids, message.ahead_ids, paths, found))
 
 
-def check_ahead(order: AheadOrder, params: SamplingParams, last_id: int, context_len: int) -> None:
+def check_ahead(order: AheadOrder, last_id: int, context_len: int) -> None:
     """Refuse a proposal ahead that its sequence cannot have.
 
     Args:
-        params: of the sequence.
         last_id: of its proposals so far; 0 before the first one.
         context_len: of the target, in tokens.
 
@@ -205,61 +183,48 @@ def check_ahead(order: AheadOrder, params: SamplingParams, last_id: int, context
     """
     if order.ahead_id <= last_id:
         raise InvalidRequestError("ahead_ids", order.ahead_id, f"must be over {last_id}, the last one")
-    proposal, num_tokens = order.proposal, len(order.proposal.token_ids)
+    proposal = order.proposal
     proposals.check_path(proposal.base_len, order.path)
     if proposal.base_len > context_len:
         raise InvalidRequestError("base_lens", proposal.base_len, f"over the context of {context_len}")
-    if not 1 <= num_tokens <= MAX_NUM_DRAFT_TOKENS:
-        raise InvalidRequestError("num_tokens", num_tokens, f"must lie in [1, {MAX_NUM_DRAFT_TOKENS}]")
-    if bool(proposal.supports) == params.matches_tokens:
-        raise InvalidRequestError("has_supports", bool(proposal.supports), f"not under rule {params.rule}")
+    if not proposal.token_ids:
+        raise InvalidRequestError("num_tokens", 0, "must be over 0 for a proposal ahead")
+    if proposal.leaves:
+        raise InvalidRequestError("num_chains", len(proposal.leaves), "must be 1 for a proposal ahead")
 
 
-def _pack_supports(
-    supports: Sequence[Sequence[IntArray]], num_draft_tokens: Sequence[int]
-) -> tuple[bytes, bytes]:
-    """Their lengths, one for each draft token, and their ids; both empty if there are none."""
-    if not any(supports):
-        return b"", b""
-    filled = [
-        support
-        for own, num in zip(supports, num_draft_tokens, strict=True)
-        for support in (own or [_NO_IDS] * num)
-    ]
-    return columns.pack([[*map(len, filled)]]), columns.join(filled, "<u4")
-
-
-def orders_from_proto(message: verify_pb2.VerifyRequest) -> list[VerifyOrder]:
+def orders_from_proto(message: verify_pb2.VerifyRequest, vocab_size: int) -> list[VerifyOrder]:
     """The requests of a message.
+
+    Args:
+        vocab_size: of the target, in tokens.
 
     Raises:
         InvalidRequestError: columns that do not fit each other; the message cannot be read.
     """
     num = len(message.sequence_ids)
-    columns.check_lengths(message, num, "request_ids", "base_lens", "num_tokens", "num_draft_tokens")
+    columns.check_lengths(message, num, "request_ids", "base_lens", "num_tokens")
     num_tokens, num_committed = columns.counts_of("num_tokens", message.num_tokens)
-    num_draft_tokens, num_drafted = columns.counts_of("num_draft_tokens", message.num_draft_tokens)
     token_ids = columns.unpack("token_ids", message.token_ids, num_committed).tolist()
-    drafts = columns.unpack("draft_token_ids", message.draft_token_ids, num_drafted).tolist()
-    supports, probs = _split_supports(message, num_draft_tokens)
-    return list(
-        map(
-            VerifyOrder,
-            message.sequence_ids,
-            message.request_ids,
-            message.base_lens,
-            columns.split(token_ids, num_tokens),
-            columns.split(drafts, num_draft_tokens),
-            columns.split_parents(message.parent_indices, num_draft_tokens),
-            supports,
-            columns.traceparents_of(message, num),
-            probs,
-            _column_or_zeros(message, "ahead_ids", num),
-            _column_or_zeros(message, "num_next_draft_tokens", num),
-            _column_or_zeros(message, "next_max_depths", num),
-            _column_or_zeros(message, "num_plain_ahead", num),
-        )
+    committed_lens = [*map(operator.add, message.base_lens, num_tokens)]
+    found = proposals.each_from_proto(message.proposals, committed_lens, vocab_size, with_probs=False)
+    orders = map(
+        VerifyOrder,
+        message.sequence_ids,
+        message.request_ids,
+        message.base_lens,
+        columns.split(token_ids, num_tokens),
+        found,
+        columns.traceparents_of(message, num),
+        _column_or_zeros(message, "ahead_ids", num),
+        map(Wanted, *(_column_or_zeros(message, name, num) for name in WANTED_COLUMNS)),
     )
+    return [
+        order._replace(proposal=Proposal(0), problem=order.proposal)
+        if isinstance(order.proposal, InvalidRequestError)
+        else order
+        for order in orders
+    ]
 
 
 def _column_or_zeros(
@@ -270,28 +235,6 @@ def _column_or_zeros(
         return [0] * num
     columns.check_lengths(message, num, name)
     return found
-
-
-def _split_supports(
-    message: verify_pb2.VerifyRequest, num_draft_tokens: Sequence[int]
-) -> tuple[Sequence[Sequence[IntArray]], Sequence[Sequence[FloatArray]]]:
-    """Ids and probabilities of each request; none where all of its supports are empty."""
-    nothing: list[Any] = [()] * len(num_draft_tokens)
-    if not message.support_lens:
-        return nothing, nothing
-    lens = columns.unpack("support_lens", message.support_lens, sum(num_draft_tokens)).tolist()
-    ids = columns.ids_of("support_token_ids", message.support_token_ids, sum(lens))
-    supports = _split_twice(ids, lens, num_draft_tokens)
-    if not message.support_probs:
-        return supports, nothing
-    probs = columns.unpack("support_probs", message.support_probs, sum(lens), "<f4")
-    owns = _split_twice(probs, lens, num_draft_tokens)
-    return supports, [own if any(map(np.any, own)) else () for own in owns]
-
-
-def _split_twice(entries: Any, lens: Sequence[int], num_draft_tokens: Sequence[int]) -> list[Any]:
-    owns = columns.split(columns.split(entries, lens), num_draft_tokens)
-    return [own if any(map(len, own)) else () for own in owns]
 
 
 def response_to_proto(
@@ -322,8 +265,8 @@ def response_to_proto(
         message.continuations.CopyFrom(_continuations_to_proto(accounts))
     if any(answer.proposal for answer in answers):
         own = [answer.proposal or Proposal(0) for answer in answers]
-        own = [each if each.support_len else replace(each, supports=()) for each in own]  # it is certain
-        message.next.CopyFrom(proposals.to_proto(own, max(each.support_len for each in own)))
+        support_len = max(1, *(each.support_len for each in own))  # 1 where drafts are certain
+        message.next.CopyFrom(proposals.to_proto(own, support_len))
     return message
 
 
@@ -358,13 +301,12 @@ def _next_from_proto(
     if not message.HasField("next"):
         return [None] * num
     columns.check_lengths(message.continuations, num, "ahead_ids")
-    found = proposals.columns_from_proto(message.next, num)
-    proposals.check(found, vocab_size)
     base_lens = [
         base_len + each.outcome.num_accepted + 1
         for base_len, each in zip(message.base_lens, continuations, strict=True)
     ]
-    return [each if each.token_ids else None for each in proposals.split(found, base_lens)]
+    found = proposals.from_proto(message.next, base_lens, vocab_size)
+    return [each if each.token_ids else None for each in found]
 
 
 def _add_probs(message: verify_pb2.VerifyResponse, verdicts: Sequence[Verdict]) -> None:
@@ -380,48 +322,17 @@ def _padded(values: Sequence[Value], verdict: Verdict, missing: Value) -> list[V
     return [*values, *[missing] * (len(verdict.target_token_ids) - len(values))]
 
 
-class Rows(NamedTuple):
-    """The rows of all answers of a message, before they are split; probabilities are float32.
-
-    Attributes:
-        num_rows: of each answer.
-        target_token_ids: int32, for each row.
-        support_lens: uint32, for each row; empty without probabilities.
-        target_probs: on all supports.
-        tail_mass: float64, for each row; empty without probabilities.
-    """
-
-    num_rows: list[int]
-    target_token_ids: IntArray
-    support_lens: IntArray
-    target_probs: FloatArray
-    tail_mass: FloatArray
-
-
-def rows_from_proto(message: verify_pb2.VerifyResponse) -> Rows:
-    """Raises:
-    InvalidRequestError: columns that do not fit each other.
-    """
-    num_rows, num = columns.counts_of("num_rows", message.num_rows)
-    has_probs = bool(message.support_lens)
-    lens = columns.unpack("support_lens", message.support_lens, num if has_probs else 0)
-    return Rows(
-        num_rows,
-        columns.unpack("target_token_ids", message.target_token_ids, num, "<i4"),
-        lens,
-        columns.unpack("target_probs", message.target_probs, int(lens.sum(dtype=np.int64)), "<f4"),
-        columns.unpack("tail_mass", message.tail_mass, num if has_probs else 0, "<f8"),
-    )
-
-
-def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows, vocab_size: int) -> list[VerifyAnswer]:
+def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> list[VerifyAnswer]:
     """The answers of a message.
 
     Raises:
         InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
+        InternalError: probabilities that no target has.
     """
     num = len(message.sequence_ids)
     columns.check_lengths(message, num, "request_ids", "base_lens", "num_cached_tokens", "num_rows")
+    num_rows, total = columns.counts_of("num_rows", message.num_rows)
+    token_ids = columns.unpack("target_token_ids", message.target_token_ids, total, "<i4")
     accounts = _continuations_from_proto(message, num)
     own = _next_from_proto(message, accounts, vocab_size)
     continuations = (
@@ -431,9 +342,9 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows, vocab_siz
     verdicts = map(
         Verdict,
         message.base_lens,
-        columns.split(rows.target_token_ids.tolist(), rows.num_rows),
-        *_split_probs(rows),
-        _split_logprobs(message, rows.num_rows),
+        columns.split(token_ids.tolist(), num_rows),
+        *_probs_from_proto(message, token_ids, num_rows, vocab_size),
+        _split_logprobs(message, num_rows),
     )
     return list(
         map(
@@ -451,20 +362,49 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, rows: Rows, vocab_siz
     )
 
 
-def _split_probs(rows: Rows) -> tuple[Sequence[Sequence[FloatArray]], Sequence[Sequence[float]]]:
-    """Probabilities and tail masses of each answer's draft positions; none where it has no supports."""
-    nothing: list[Sequence[FloatArray]] = [()] * len(rows.num_rows)
-    if not len(rows.support_lens):
-        return nothing, [()] * len(rows.num_rows)
-    lens = rows.support_lens.tolist()
-    probs: list[FloatArray] = columns.split(rows.target_probs, lens)  # type: ignore[arg-type, assignment]
-    owns = [own[:-1] for own in columns.split(probs, rows.num_rows)]
-    masses = [own[:-1] for own in columns.split(rows.tail_mass.tolist(), rows.num_rows)]
-    has_probs = [any(map(len, own)) for own in owns]
+def _probs_from_proto(
+    message: verify_pb2.VerifyResponse, token_ids: IntArray, num_rows: Sequence[int], vocab_size: int
+) -> tuple[Sequence[Sequence[FloatArray]], Sequence[Sequence[float]]]:
+    """Probabilities and tail masses of each answer's draft positions; none where it has no supports.
+
+    Raises:
+        InvalidRequestError, InternalError: target tokens or probabilities that no target has.
+    """
+    num = len(token_ids) if message.support_lens else 0
+    lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
+    probs = columns.unpack("target_probs", message.target_probs, int(lens.sum()), "<f4")
+    tail_mass = columns.unpack("tail_mass", message.tail_mass, num, "<f8")
+    is_there = token_ids != NO_TOKEN
+    if not num:
+        check_token_ids("target_token_ids", token_ids[is_there], vocab_size)
+        return [()] * len(num_rows), [()] * len(num_rows)
+    may_be_missing = (lens > 0) & (tail_mass == 0)
+    check_token_ids("target_token_ids", token_ids[is_there & ~may_be_missing], vocab_size)
+    _check_probs(probs, lens[lens > 0], tail_mass[lens > 0], is_there[lens > 0])
+    of_rows: list[FloatArray] = columns.split(probs, lens.tolist())  # type: ignore[assignment]
+    rows = columns.split(of_rows, num_rows)
+    masses = columns.split(tail_mass.tolist(), num_rows)
+    has_probs = [any(map(len, own)) for own in rows]
     return (
-        [own if has else () for own, has in zip(owns, has_probs, strict=True)],
-        [own if has else () for own, has in zip(masses, has_probs, strict=True)],
+        [own[:-1] if has else () for own, has in zip(rows, has_probs, strict=True)],
+        [own[:-1] if has else () for own, has in zip(masses, has_probs, strict=True)],
     )
+
+
+def _check_probs(
+    probs: FloatArray, lens: IntArray, masses: npt.NDArray[np.float64], is_there: npt.NDArray[np.bool_]
+) -> None:
+    """Refuse what is no distribution on a support and its tail; a row whose token is not there means nothing.
+
+    Raises:
+        InternalError: naming what is wrong.
+    """
+    if not len(lens):
+        return
+    sums = np.add.reduceat(probs, np.cumsum(lens) - lens, dtype=np.float64) + masses
+    is_fit = (np.abs(sums - 1) < proposals.SUM_TOLERANCE) | ~is_there
+    if (probs < 0).any() or (masses < 0).any() or not is_fit.all():
+        raise InternalError(f"target probabilities that add up to {sums.tolist()}")
 
 
 def _split_logprobs(
