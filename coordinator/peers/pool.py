@@ -126,8 +126,8 @@ class Pool:
         self._changed()
 
     def expected_s(self) -> float:
-        """How long until a replica may be available: what is left of an outage as long as the last one, or, as
-        there was none so long, the time that this one has lasted."""
+        """How long until a replica may be available: what is left of an outage as long as the last one; in a
+        longer one, as long again as it has lasted."""
         if self._lost_s is None:
             return _SHORTEST_WAIT_S
         lasted_s = clock.stopwatch_ns() / 1e9 - self._lost_s
