@@ -201,7 +201,7 @@ class Cluster:
         """Seeded streams from the friend's pod meanwhile.
 
         Args:
-            api: `sdk`, or `openai` for OpenAI's client without retries.
+            api: `sdk`, `once` for the SDK without retries, or `openai` for OpenAI's client without retries.
             address: HOST:PORT, or dns:///NAME:PORT for the SDK.
         """
         environ = ["env", "PYTHONPATH=/tmp/site", "python", "-u", "-c", _LOAD]
