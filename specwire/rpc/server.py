@@ -37,7 +37,7 @@ _PERMIT_KEEPALIVE = [
 _MAX_STREAMS_OF_A_CONNECTION = 8_192
 _MIN_PENDING = 1_000  # gRPC's own default
 _MAX_METADATA_BYTES = 16 << 10
-CONNECTION_AGE_MS = 15_000
+CONNECTION_AGE_MS = 10_000
 """Behind a balancer of connections a client stays with one coordinator while its connection lasts. At this
 age, more or less a tenth, gRPC asks for another one for new calls (GOAWAY); those that run stay on the old
 one. A server that ends only after this time, while new connections lead elsewhere, refuses no call."""

@@ -241,7 +241,7 @@ def no_config_map(m: Manifests) -> None:
     m.objects.remove(next(item for item in m.objects if item["kind"] == "ConfigMap"))
 
 
-@found_in("local", "has clients for 21.5 s, and preStop waits for 5")
+@found_in("local", "has clients for 21 s, and preStop waits for 5")
 def ends_before_its_clients_leave(m: Manifests) -> None:
     _container(m, "coordinator")["lifecycle"]["preStop"]["sleep"]["seconds"] = 5
 

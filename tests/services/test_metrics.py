@@ -486,6 +486,8 @@ def test_up_gives_each_service_a_port_of_its_own() -> None:
     assert addresses("127.0.0.1:9464") == ["127.0.0.1:9464", "127.0.0.1:9465", "127.0.0.1:9466"]
     assert addresses("127.0.0.1:0") == ["127.0.0.1:0"] * 3
     assert addresses("") == [""] * 3
+    fronted = UpConfig(metrics_address="127.0.0.1:9464", http_address="127.0.0.1:8080", replicas=2)
+    assert fronted.front_settings["metrics_address"] == "127.0.0.1:9468"
 
 
 # --- the page and the dashboard ---------------------------------------------------------------------

@@ -58,7 +58,7 @@ NOT_OURS = {"specwire-client", "specwire-observer"}
 """Labels that pods of others carry to be let in."""
 SHUTDOWN_MARGIN_S = 5
 ADDRESS_S = 5
-"""Until clients and proxies have dropped the address of a pod that ends."""
+"""For which names and proxies know the address of a pod that ends; twice as long on a busy node."""
 _LONGEST_AGE_S = 1.1 * CONNECTION_AGE_MS / 1e3
 
 Rule = Callable[[Manifests], Iterator[str]]
@@ -414,7 +414,7 @@ def grace(manifests: Manifests) -> Iterator[str]:
         needed_s = wait_s + values.grace_s + SHUTDOWN_MARGIN_S
         if pod.spec["terminationGracePeriodSeconds"] < needed_s:
             yield f"{pod.owner}: is killed before {needed_s:g} s, which preStop and --grace-s may take"
-        connected_s = ADDRESS_S + (_LONGEST_AGE_S if role_of(pod) == "coordinator" else 0)
+        connected_s = 2 * ADDRESS_S + _LONGEST_AGE_S if role_of(pod) == "coordinator" else ADDRESS_S
         if wait_s < connected_s:
             yield f"{pod.owner}: has clients for {connected_s:g} s, and preStop waits for {wait_s}"
         startup = pod.container["startupProbe"]
