@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from coordinator.peers.replicas import Replica
@@ -75,8 +76,9 @@ class Attempts:
                 RETRY_AFTER_MS,
             )
 
-    def give_up(self, reason: str) -> SpecwireError:
-        """The error for the client when no replica is left to try."""
+    def give_up(self, reason: str, expected_s: float) -> SpecwireError:
+        """The error for the client when no replica is left to try, and one is expected in so many seconds."""
         if isinstance(self._last_error, ResourceExhaustedError):
             return self._last_error
-        return ServiceUnavailableError(reason or f"verify service: {self._last_error}", RETRY_AFTER_MS)
+        problem = reason or f"verify service: {self._last_error}"
+        return ServiceUnavailableError(problem, math.ceil(expected_s * 1e3))

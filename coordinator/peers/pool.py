@@ -12,6 +12,9 @@ from coordinator.peers.addresses import Names, follow
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
 from coordinator.peers.waits import Waits
 from specwire.config.fields import DNS, split_addresses
+from specwire.proposals.estimate import clock
+
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 
 
 class Pool:
@@ -53,6 +56,9 @@ class Pool:
         self._prefixes = SentPrefixes()
         self._num_opened = 0
         self._change = asyncio.Event()
+        self._had_some = False
+        self._lost_s: float | None = None
+        self._last_outage_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- discovery and availability -----------------------------------------------------------------
@@ -103,7 +109,7 @@ class Pool:
 
     def add(self, replica: Replica) -> None:
         """Use another replica."""
-        replica.on_change = self._change.set
+        replica.on_change = self._changed
         self.replicas.append(replica)
 
     def _update(self, source: str, addresses: Sequence[str]) -> None:
@@ -117,6 +123,25 @@ class Pool:
             self._close_if_drained(replica)
         for address in wanted:
             self.add(self._make(address))
+        self._changed()
+
+    def expected_s(self) -> float:
+        """How long until a replica may be available: what is left of an outage as long as the last one; in a
+        longer one, as long again as it has lasted."""
+        if self._lost_s is None:
+            return _SHORTEST_WAIT_S
+        lasted_s = clock.stopwatch_ns() / 1e9 - self._lost_s
+        left_s = self._last_outage_s - lasted_s
+        return min(max(left_s if left_s > 0 else lasted_s, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
+
+    def _changed(self) -> None:
+        now_s = clock.stopwatch_ns() / 1e9
+        if self.available:
+            if self._lost_s is not None:
+                self._last_outage_s = now_s - self._lost_s
+            self._had_some, self._lost_s = True, None
+        elif self._had_some and self._lost_s is None:
+            self._lost_s = now_s
         self._change.set()
 
     async def _wait_for_change(self) -> None:

@@ -308,7 +308,7 @@ class RemoteVerifier:
             wait_s = attempts.wait_s()
             is_new = not self._has_begun and not attempts.has_failed
             if wait_s <= 0 or (attempts.full and is_new):
-                raise attempts.give_up(self._pool.unavailable)
+                raise attempts.give_up(self._pool.unavailable, self._pool.expected_s())
             if attempts.full:
                 await asyncio.sleep(min(wait_s, RETRY_AFTER_MS / 1e3))
                 attempts.full.clear()

@@ -98,10 +98,8 @@ async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig
     with listening.reserved(config.address) as address:
         made = []
         for number in range(config.workers):
-            own = replace(config, address=address)
-            if isinstance(own, CoordinatorConfig):
-                metrics = next_address("metrics_address", own.metrics_address, number)
-                own = replace(own, metrics_address=metrics)
+            metrics = next_address("metrics_address", config.metrics_address, number)
+            own = replace(config, address=address, metrics_address=metrics)
             name, environ = f"worker {number + 1} at {address}", {_WORKER: "1"}
             made.append(replica(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
         async with kept(made, config.grace_s):

@@ -134,6 +134,11 @@ class HttpConfig(ConnectionConfig, ApiConfig, CertificateConfig, ServerConfig):
     idle_timeout_s: float = option(
         60.0, "longest time that a client may read nothing of a response, in seconds", check=check_duration
     )
+    metrics_address: str = option(
+        "",
+        "HOST:PORT for Prometheus to scrape the front's own /metrics at; empty for none",
+        check=check_address,
+    )
     metrics_from: str = option(
         "",
         "HOST:PORT of the coordinator's --metrics-address, to serve its metrics at /metrics",

@@ -82,7 +82,7 @@ class ServeConfig(UpConfig, ApiConfig, EngineConfig):
             if getattr(self, name) == AUTO:
                 self._set(name, "cuda" if cuda.is_usable() else "cpu")
         if self.metrics_address == AUTO:
-            self._set("metrics_address", _free_metrics_address(2 + self.replicas))
+            self._set("metrics_address", _free_metrics_address(self.num_metrics_ports))
         if self.draft == AUTO:
             self._set("names_draft", self.speculative_config != "")
             otherwise = NO_DRAFT if self.names_draft else NGRAM

@@ -53,7 +53,7 @@ DRAFT_HELP = (
 IN_TARGET, IN_SERVICE = "target", "service"
 METRICS_ROLES = ("coordinator", "draft", "verify")
 """Services in the order of their ports."""
-UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft and verify take the next two ports"
+UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft, verify and the front take the next ports"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,9 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
-            check(port < 65534, "metrics_address", self.metrics_address, "leaves no room for two more ports")
+            room = port + self.num_metrics_ports <= 65536
+            problem = f"leaves no room for {self.num_metrics_ports - 1} more ports"
+            check(room, "metrics_address", self.metrics_address, problem)
 
     @property
     def _needs_service(self) -> tuple[str, object, str] | None:
@@ -236,7 +238,18 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     @property
     def front_settings(self) -> dict[str, Any]:
         """What the HTTP front is told besides the coordinator's address, as fields of `HttpConfig`."""
-        return self._shared(HttpConfig) | {"address": self.http_address, "metrics_from": self.metrics_address}
+        metrics = self.metrics_address
+        own = next_address("metrics_address", metrics, self.num_metrics_ports - 1)
+        return self._shared(HttpConfig) | {
+            "address": self.http_address,
+            "metrics_address": own,
+            "metrics_from": metrics,
+        }
+
+    @property
+    def num_metrics_ports(self) -> int:
+        """From that of `metrics_address` on: the coordinator's, the draft's, those of verify, the front's."""
+        return 2 + self.replicas + bool(self.http_address)
 
     def _shared(
         self, kind: type[Any], without: type[Any] | None = None, *, prefix: str = ""

@@ -48,6 +48,16 @@ class AccessEntry:
             self._status = message["status"]
         self._num_bytes += len(message.get("body", b""))
 
+    @property
+    def status(self) -> int:
+        """Of its response so far."""
+        return self._status
+
+    @property
+    def duration_s(self) -> float:
+        """Since it began."""
+        return (time.perf_counter_ns() - self._began_ns) / 1e9
+
     def log(self) -> None:
         """It has ended."""
         if not log.isEnabledFor(logging.INFO):
@@ -56,7 +66,7 @@ class AccessEntry:
             "method": self._scope["method"],
             "path": self._scope["raw_path"].decode("latin-1")[:_MAX_PATH_LEN],  # escaped, as it came
             "status": self._status,
-            "duration_ms": round((time.perf_counter_ns() - self._began_ns) / 1e6, 1),
+            "duration_ms": round(self.duration_s * 1e3, 1),
             "bytes": self._num_bytes,
             "client": address_kind((self._scope.get("client") or ("",))[0]),
             "request_id": self._request_id,

@@ -31,7 +31,7 @@ from specwire.http.entry import Entry, caller_of, check_model
 from specwire.http.errors import ApiError
 from specwire.http.exchange import Answered, Exchange, refusal
 from specwire.http.headers import Guarded, Labelled
-from specwire.http.metrics import MetricsProxy
+from specwire.http.metrics import MetricsProxy, RequestCounts
 from specwire.http.model import Models, ServedModel, Spell
 from specwire.http.openapi import Operation
 from specwire.http.responses import ResponsesAnswer
@@ -45,9 +45,14 @@ Wanted = TypeVar("Wanted", bound=Sampled)
 
 
 class Front:
-    """The handlers of all routes, for one coordinator."""
+    """The handlers of all routes, for one coordinator.
+
+    Attributes:
+        counts: of its requests.
+    """
 
     def __init__(self, client: AsyncClient, config: HttpConfig, tracer: Tracing) -> None:
+        self.counts = RequestCounts()
         self._started = int(time.time())
         self._tracer = tracer
         self._client = client
@@ -62,7 +67,8 @@ class Front:
         """The ASGI application. Ids are outermost, as Starlette handles defects outside of its middleware."""
         routes = self._routes()
         traced = Traced(Guarded(routes, self._config), self._tracer, routes.routes)
-        return Labelled(traced, is_lenient=self._config.lenient)
+        paths = {each.handler: each.path for each in self._operations()}
+        return Labelled(traced, self.counts, paths, is_lenient=self._config.lenient)
 
     def _operations(self) -> list[Operation]:
         """All that is served, in the order of the documentation."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -14,6 +16,7 @@ from specwire.http.access import AccessEntry
 from specwire.http.bodies.part import Ignored
 from specwire.http.errors import ApiError
 from specwire.http.exchange import refusal
+from specwire.http.metrics import RequestCounts
 from specwire.http.origins import ANY, Origins
 from specwire.telemetry.propagation import REQUEST_ID
 
@@ -47,13 +50,20 @@ class Guarded:
 
 
 class Labelled:
-    """Gives every response an `x-request-id`, the client's own if it is valid, and logs the request.
+    """Gives every response an `x-request-id`, the client's own if it is valid; logs and counts the request.
 
     A parameter that was ignored (`--lenient`) is named in a `warning`.
     """
 
-    def __init__(self, app: ASGIApp, *, is_lenient: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, counts: RequestCounts, paths: Mapping[Any, str], *, is_lenient: bool
+    ) -> None:
+        """Args:
+        paths: of the routes, by their handlers.
+        """
         self._app = app
+        self._counts = counts
+        self._paths = paths
         self._is_lenient = is_lenient
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,12 +82,17 @@ class Labelled:
                 headers["x-request-id"] = request_id
                 if ignored is not None and ignored.names:
                     headers["warning"] = warning(ignored)
+                if headers.get("content-type", "").startswith("text/event-stream"):
+                    self._counts.first_token_s.add(entry.duration_s)
             entry.see(message)
             await send(message)
 
+        self._counts.num_active += 1
         try:
             await self._app(scope, receive, send_labelled)
         finally:
+            self._counts.num_active -= 1
+            self._counts.ended(self._paths.get(scope.get("endpoint"), ""), entry.status, entry.duration_s)
             entry.log()
 
 

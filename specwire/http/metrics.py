@@ -1,4 +1,5 @@
-"""`GET /metrics`: those of the coordinator, passed on from its own endpoint (`--metrics-from`)."""
+"""The front's own metrics (`--metrics-address`), and `GET /metrics`: those of the coordinator, passed on from
+its endpoint (`--metrics-from`)."""
 
 from __future__ import annotations
 
@@ -11,13 +12,60 @@ from specwire.config.client import HttpConfig
 from specwire.config.fields import split_address
 from specwire.http.entry import Entry
 from specwire.http.errors import ApiError
+from specwire.telemetry.metrics import HistogramData, Metric, MetricKind
 
+# Those that OpenTelemetry advises for HTTP, and further ones for answers that are generated.
+_DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+_FIRST_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _OFF = (
     "metrics are not served here: `serve` needs the extra (pip install '.[metrics]'), `up` "
     "--metrics-address, `http` --metrics-from with the coordinator's --metrics-address"
 )
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
+
+
+class RequestCounts:
+    """Counts over the requests of a front, those for its health included.
+
+    Attributes:
+        num_active: requests whose response has not ended.
+        duration_s: of those that have ended, by route (empty for none that is served) and status.
+        first_token_s: of streamed responses, whose head waits for the first token.
+    """
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        self.duration_s: dict[tuple[str, ...], HistogramData] = {}
+        self.first_token_s = HistogramData(_FIRST_BOUNDS)
+
+    def ended(self, route: str, status: int, duration_s: float) -> None:
+        """A request has, with its response or without."""
+        key = (route, str(status))
+        self.duration_s.setdefault(key, HistogramData(_DURATION_BOUNDS)).add(duration_s)
+
+
+TABLE: tuple[Metric[RequestCounts], ...] = (
+    Metric(
+        MetricKind.HISTOGRAM,
+        "http_server_request_duration_seconds",
+        "Time of HTTP requests to the end of their response; 499 where the client left before it began.",
+        lambda counts: counts.duration_s,
+        ("http_route", "http_response_status_code"),
+    ),
+    Metric(
+        MetricKind.GAUGE,
+        "http_server_active_requests",
+        "HTTP requests whose response has not ended.",
+        lambda counts: counts.num_active,
+    ),
+    Metric(
+        MetricKind.HISTOGRAM,
+        "specwire_http_time_to_first_token_seconds",
+        "Time from an HTTP request's arrival to the first token of its streamed response.",
+        lambda counts: counts.first_token_s,
+    ),
+)
 
 
 class MetricsProxy:

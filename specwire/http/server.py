@@ -19,7 +19,9 @@ from specwire.config.security.tls import read_pair
 from specwire.errors import ConfigError
 from specwire.http.app import Front
 from specwire.http.connections import KEEP_ALIVE_S, Connections, ListeningSocket
-from specwire.telemetry import tracing
+from specwire.http.metrics import TABLE
+from specwire.telemetry import endpoint, tracing
+from specwire.telemetry.metrics import Group
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +53,11 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
         allow_plaintext=config.allow_plaintext,
         tracer=tracer,
     )
-    async with client:
+    front = Front(client, config, tracer)
+    metrics = Group(TABLE, lambda: front.counts)
+    async with client, endpoint.serving_at(config.metrics_address, [metrics], tracer, "http"):
         connections = Connections(config.idle_timeout_s)
-        server = _Server(_settings(config, Front(client, config, tracer), connections))
+        server = _Server(_settings(config, front, connections))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:
             yield f"{host}:{listening.getsockname()[1]}"

@@ -39,12 +39,7 @@ BETWEEN_SERVICES = _keepalive(1_000, 1_000, 2_000)
 TOWARDS_CLIENTS = _keepalive(10_000, 10_000, 10_000)
 """On both ends: a client that gets little processor time, or is stopped for seconds, is not lost."""
 _CONNECT_TIMEOUT_MS = 5_000
-_ROUND_ROBIN = [
-    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
-    # gRPC resolves again when a connection ends, at most every 30 s by default: too seldom for a rolling
-    # restart, where the only address that is left may be new.
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-]
+_ROUND_ROBIN = [("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')]
 
 
 def open_channel(
@@ -74,6 +69,9 @@ def open_channel(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.use_local_subchannel_pool", int(not is_shared)),
+        # gRPC resolves again when a connection ends, at most every 30 s by default: too seldom for a rolling
+        # restart, where the address that it knows is that of the one that ends.
+        ("grpc.dns_min_time_between_resolutions_ms", 1_000),
         *keepalive,
         *(_ROUND_ROBIN if address.startswith(DNS) else ()),
     ]

@@ -37,9 +37,10 @@ _PERMIT_KEEPALIVE = [
 _MAX_STREAMS_OF_A_CONNECTION = 8_192
 _MIN_PENDING = 1_000  # gRPC's own default
 _MAX_METADATA_BYTES = 16 << 10
-# Behind a balancer of connections a client stays with one coordinator for as long as its connection lasts. At
-# this age, more or less a tenth, gRPC asks for another one for new calls; those that run stay on the old one.
-_CONNECTION_AGE_MS = 60_000
+CONNECTION_AGE_MS = 10_000
+"""Behind a balancer of connections a client stays with one coordinator while its connection lasts. At this
+age, more or less a tenth, gRPC asks for another one for new calls (GOAWAY); those that run stay on the old
+one. A server that ends only after this time, while new connections lead elsewhere, refuses no call."""
 _HANDSHAKE_TIMEOUT_MS = 10_000
 _LIMITS = [
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
@@ -69,7 +70,7 @@ class Server:
             their connections are renewed, so that a balancer can place them anew.
         shares_port: with processes that `listening.reserved` keeps it for.
         """
-        age = [("grpc.max_connection_age_ms", _CONNECTION_AGE_MS)] if serves_clients else []
+        age = [("grpc.max_connection_age_ms", CONNECTION_AGE_MS)] if serves_clients else []
         self._config = config
         self.drain = Drain()
         self._service_names = ["", *service_names]
@@ -134,6 +135,10 @@ class Server:
 
         Health reports NOT_SERVING and new requests are refused with UNAVAILABLE from the start, on old and
         new connections, while running requests and streams continue.
+
+        gRPC's own stop comes last. It says GOAWAY at once, but cancels what is under way: of 64 callers in a
+        loop 35 to 63 had one call end as CANCELLED, which nobody retries. At a connection's age gRPC says
+        GOAWAY while all is served, and loses none; see `CONNECTION_AGE_MS`.
         """
         if not self._started:
             return

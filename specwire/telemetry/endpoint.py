@@ -45,13 +45,22 @@ async def serving(
     Raises:
         ConfigError: prometheus_client is not installed, or the address cannot be bound.
     """
-    if not config.metrics_address:
+    if config.metrics_names == VLLM:
+        groups = [vllm_names.renamed(group) for group in groups]
+    async with serving_at(config.metrics_address, groups, tracer, role):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving_at(
+    address: str, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str
+) -> AsyncIterator[None]:
+    """The same at an address, empty for none, under specwire's names."""
+    if not address:
         yield
         return
     groups = [*groups, Group(TRACING, lambda: tracer.counts, {"role": role})]
-    if config.metrics_names == VLLM:
-        groups = [vllm_names.renamed(group) for group in groups]
-    async with MetricsEndpoint(config.metrics_address, groups) as endpoint:
+    async with MetricsEndpoint(address, groups) as endpoint:
         log.info("metrics at http://%s%s", endpoint.address, PATH)
         yield
 

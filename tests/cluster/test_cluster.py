@@ -9,6 +9,7 @@ import contextlib
 import json
 import subprocess
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,12 @@ class TestLocal:
             time.sleep(max(0.0, began_s + 60.0 - time.monotonic()))
         load.check(at_least=NUM_TEXTS)
 
+    def test_a_coordinator_that_ends_refuses_no_call(self, cluster: Cluster) -> None:
+        """Over one connection, and without a second attempt."""
+        with cluster.loaded("once", ONE_ADDRESS, num_tokens=24) as load:
+            cluster.restart("coordinator")
+        load.check(at_least=NUM_TEXTS)
+
     def test_a_coordinator_that_waits_for_verify_ends_at_once(self, cluster: Cluster) -> None:
         cluster.scale(0, "verify")
         (old,) = cluster.pods("coordinator")
@@ -128,7 +135,7 @@ class TestLocal:
         time.sleep(2)
         began_s = time.monotonic()
         cluster.kubectl("-n", NAMESPACE, "delete", "pod", new["metadata"]["name"], timeout_s=180.0)
-        assert time.monotonic() - began_s < 20, "the 5 s of preStop, a second, and what the kubelet takes"
+        assert time.monotonic() - began_s < 37, "the 22 s of preStop, a second, and what the kubelet takes"
         cluster.scale(1, "verify")
         cluster.wait_ready()
 
@@ -200,6 +207,19 @@ class TestHttp:
             float(tag["value"]) for tag in generation["tags"] if tag["key"].startswith("specwire.stage.")
         ]
         assert sum(stages) == pytest.approx(generation["duration"] / 1e3, abs=2.0)
+
+    def test_prometheus_has_the_metrics_of_all(self, cluster: Cluster) -> None:
+        query = urllib.parse.quote("count by (component) (up == 1)")
+        found: set[str] = set()
+        ends_s = time.monotonic() + 60
+        with forwarded("prometheus", 9090) as address:
+            while found != {*SERVICES, "http"}:
+                assert time.monotonic() < ends_s, found
+                time.sleep(1)
+                with urllib.request.urlopen(
+                    f"http://{address}/api/v1/query?query={query}", timeout=30
+                ) as answer:
+                    found = {each["metric"]["component"] for each in json.load(answer)["data"]["result"]}
 
     def test_restarts_fail_no_request(self, cluster: Cluster) -> None:
         with cluster.loaded("openai", FRONT, num_tokens=24) as load:
@@ -287,14 +307,19 @@ def _secret(name: str, texts: dict[str, str]) -> str:
 
 
 def test_the_scaler_looks_at_the_busiest_coordinator(cluster: Cluster, tmp_path: Path) -> None:
-    """With Prometheus and an adapter that has the documented rules."""
+    """With Prometheus and an adapter that has the documented rules, and asks prometheus.specwire:9090."""
     raw = [kubectl(), "get", "--raw", "/apis/custom.metrics.k8s.io/v1beta1"]
     if subprocess.run(raw, capture_output=True, timeout=30, check=False).returncode:
         pytest.skip("the cluster has no custom metrics API")
     manifests = cluster.render(tmp_path, "local", ["observability", "autoscaling"])
-    with deployed(cluster, manifests), cluster.loaded("sdk", COORDINATOR, num_streams=400) as load:
-        ends_s = time.monotonic() + 240
-        while (status := cluster.get("hpa", "coordinator")["status"]).get("desiredReplicas", 0) <= 2:
-            assert time.monotonic() < ends_s, f"the autoscaler does not act: {status}"
-            time.sleep(5)
+    with deployed(cluster, manifests):
+        cluster.scale(2, "coordinator")
+        addresses = [f"{pod['status']['podIP']}:7070" for pod in cluster.pods("coordinator")]
+        with cluster.loaded("sdk", COORDINATOR, num_streams=400) as load:
+            ends_s = time.monotonic() + 240
+            while (status := cluster.get("hpa", "coordinator")["status"]).get("desiredReplicas", 0) <= 2:
+                assert time.monotonic() < ends_s, f"the autoscaler does not act: {status}"
+                time.sleep(5)
+        one, other = json.loads(cluster.friend(FINISHED, *addresses))
     load.check()
+    assert 0.5 < one / other < 2

@@ -241,7 +241,12 @@ def no_config_map(m: Manifests) -> None:
     m.objects.remove(next(item for item in m.objects if item["kind"] == "ConfigMap"))
 
 
-@found_in("local", "is killed before 130 s")
+@found_in("local", "has clients for 21 s, and preStop waits for 5")
+def ends_before_its_clients_leave(m: Manifests) -> None:
+    _container(m, "coordinator")["lifecycle"]["preStop"]["sleep"]["seconds"] = 5
+
+
+@found_in("local", "is killed before 147 s")
 def killed_in_its_grace(m: Manifests) -> None:
     _pod(m, "coordinator")["terminationGracePeriodSeconds"] = 120
 

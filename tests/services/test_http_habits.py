@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,6 +119,39 @@ class TestAboutTheServer:
             assert "`serve` needs the extra (pip install '.[metrics]')" in answer.json()["error"]["message"]
         with front(here.stack.address, metrics_from="127.0.0.1:1") as address:
             assert httpx2.get(f"http://{address}/metrics").status_code == 503
+
+    def test_its_own_metrics_count_requests_by_route_and_status(self, here: Fronted) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            metrics = f"127.0.0.1:{free.getsockname()[1]}"
+
+        def found() -> dict[str, str]:
+            text = httpx2.get(f"http://{metrics}/metrics").text
+            return dict(
+                re.findall(r"^(\S*http_\S+(?:_count|_active_requests)\S*) (\S+)$", text, re.MULTILINE)
+            )
+
+        def requests(route: str, status: int) -> str:
+            labels = f'http_response_status_code="{status}",http_route="{route}"'
+            return f"http_server_request_duration_seconds_count{{{labels}}}"
+
+        expected = {
+            requests("/v1/completions", 200): "2.0",
+            requests("/v1/completions", 400): "1.0",
+            requests("/v1/models/{name:path}", 404): "1.0",
+            requests("", 404): "1.0",
+            "http_server_active_requests": "0.0",
+            "specwire_http_time_to_first_token_seconds_count": "1.0",
+        }
+        with front(here.stack.address, metrics_address=metrics) as address:
+            bodies: list[dict[str, Any]] = [{"stream": True}, {}, {"temperature": -1}]
+            for body in bodies:
+                body |= {"model": here.model, "prompt": "x", "max_tokens": 2}
+                httpx2.post(f"http://{address}/v1/completions", json=body)
+            for path in ("/v1/models/another", "/not/there"):
+                httpx2.get(f"http://{address}{path}")
+            ends_s = time.monotonic() + 10
+            while found() != expected:  # a request is counted a moment after its response has ended
+                assert time.monotonic() < ends_s, found()
 
 
 class TestDescription:

@@ -36,16 +36,18 @@ from specwire.config.services import VerifyConfig
 from specwire.config.stack import METRICS_ROLES, UpConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError, ResourceExhaustedError
+from specwire.http.metrics import TABLE as HTTP
 from specwire.telemetry.endpoint import PATH, MetricsEndpoint
 from specwire.telemetry.logs import TextFormatter
 from specwire.telemetry.metrics import TRACING, Group, HistogramData, Metric, MetricKind
+from tests.support.fronts import front
 from tests.support.harness import LOOPBACK, LocalStack, local_stack
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = [7, 8, 9] * 16
 TARGET, DRAFT = "emulated:step_ms=1", "emulated:step_ms=0.2,alpha=0.7"
 MODEL_NAMES = {("model_name", TARGET), ("model_name", DRAFT)}
-EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *LEARNING, *TRACING)
+EVERYTHING: tuple[Metric[Any], ...] = (*COORDINATOR, *ENGINE, *LEARNING, *HTTP, *TRACING)
 TIMEOUT_S = 30.0
 
 Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -131,8 +133,11 @@ def observed() -> Iterator[Observed]:
         local_stack(
             TARGET, DRAFT, coordinator_options=options, verify_options=options, draft_options=options
         ) as stack,
+        front(stack.address, metrics_address=LOOPBACK) as address,
     ):
-        running = Observed(stack, dict(zip(("verify", "draft", "coordinator"), addresses, strict=True)))
+        roles = ("verify", "draft", "coordinator", "http")
+        running = Observed(stack, dict(zip(roles, addresses, strict=True)))
+        urllib.request.urlopen(f"http://{address}/health", timeout=TIMEOUT_S).close()
         for seed in range(3):
             running.generate(seed)
         yield running
@@ -481,6 +486,8 @@ def test_up_gives_each_service_a_port_of_its_own() -> None:
     assert addresses("127.0.0.1:9464") == ["127.0.0.1:9464", "127.0.0.1:9465", "127.0.0.1:9466"]
     assert addresses("127.0.0.1:0") == ["127.0.0.1:0"] * 3
     assert addresses("") == [""] * 3
+    fronted = UpConfig(metrics_address="127.0.0.1:9464", http_address="127.0.0.1:8080", replicas=2)
+    assert fronted.front_settings["metrics_address"] == "127.0.0.1:9468"
 
 
 # --- the page and the dashboard ---------------------------------------------------------------------
@@ -524,7 +531,7 @@ def panels() -> list[dict[str, Any]]:
 
 def test_every_query_of_the_dashboard_reads_what_is_there(observed: Observed) -> None:
     labels: dict[str, set[str]] = {}
-    for sample in (each for role in METRICS_ROLES for each in samples(observed.addresses[role])):
+    for sample in (each for address in observed.addresses.values() for each in samples(address)):
         labels.setdefault(sample.name, set()).update(sample.labels)
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
     assert len(queries) > 30
@@ -568,7 +575,7 @@ def test_every_metric_is_on_the_page_as_it_is_in_the_code() -> None:
 
 @pytest.mark.parametrize("metric", EVERYTHING, ids=lambda metric: metric.name)
 def test_names_follow_the_conventions(metric: Metric[Any]) -> None:
-    assert re.fullmatch(r"(specwire|gen_ai_server)_[a-z_]+[a-z]", metric.name)
+    assert re.fullmatch(r"(specwire|gen_ai_server|http_server)_[a-z_]+[a-z]", metric.name)
     assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
     assert metric.help.endswith(".")
     assert not re.search(r"_(ms|ns|milliseconds)(_|$)", metric.name), "seconds, as Prometheus wants them"

@@ -128,6 +128,34 @@ class TestTrials:
         assert pool.choose([1]) is replica
 
 
+class TestOutages:
+    """How long clients are told to wait, which is what a restart took before."""
+
+    def test_as_long_as_the_last_one_or_as_long_again(self) -> None:
+        now_s = 0.0
+        with clock.simulated(lambda: int(now_s * 1e9)):
+            pool = Pool("verify", "", lambda _: Fake("none"), Names(), is_needed=True)
+            replica = Fake("a")
+            pool.add(replica)
+            replica.mark_unavailable("drains")
+            replica.mark_ready(TestTrials.INFO)
+            assert pool.expected_s() == 1.0
+            for lasts_s, told in (
+                (12.0, {0.0: 1.0, 5.0: 5.0, 12.0: 12.0}),
+                (1000.0, {0.0: 12.0, 5.0: 7.0, 11.5: 1.0, 13.0: 13.0, 1000.0: 60.0}),
+                (0.0, {0.0: 60.0}),
+            ):
+                lost_s = now_s
+                replica.mark_unavailable("drains")
+                for after_s, expected_s in told.items():
+                    now_s = lost_s + after_s
+                    replica.mark_unavailable("drains")
+                    assert pool.expected_s() == expected_s
+                now_s = lost_s + lasts_s
+                replica.mark_ready(TestTrials.INFO)
+                assert pool.expected_s() == 1.0
+
+
 class TestPrefixes:
     def test_the_longest_beginning_wins(self) -> None:
         sent = SentPrefixes()
@@ -185,12 +213,12 @@ class TestAttempts:
 
     def test_what_the_client_is_told(self) -> None:
         attempts = Attempts(1e9, lambda: None)
-        told = attempts.give_up("verify service a: gone")
+        told = attempts.give_up("verify service a: gone", 7.5)
         assert isinstance(told, ServiceUnavailableError)
-        assert (str(told), told.retry_after_ms) == ("verify service a: gone", 1000)
+        assert (str(told), told.retry_after_ms) == ("verify service a: gone", 7500)
         full = ResourceExhaustedError("full", 5)
         attempts.add(Fake("a"), full)
-        assert attempts.give_up("") is full
+        assert attempts.give_up("", 1.0) is full
 
 
 class TestAddresses:

@@ -77,8 +77,9 @@ class Cluster:
         self.kubectl(*strictly, *options, given=manifests, timeout_s=120.0)
 
     def delete(self) -> None:
-        """All of it. Pods first: with their namespace, Kubernetes would wait for half of their grace."""
+        """All of it. Pods first, at once: with their namespace, Kubernetes waits for half of their grace."""
         self.kubectl("-n", NAMESPACE, "delete", "deployments,hpa", "--all")
+        self.kubectl("-n", NAMESPACE, "delete", "pods", "--all", "--grace-period=1", "--wait=false")
         ends_s = time.monotonic() + READY_S
         while self.get("pods")["items"]:
             assert time.monotonic() < ends_s, "pods do not end"
@@ -201,7 +202,7 @@ class Cluster:
         """Seeded streams from the friend's pod meanwhile.
 
         Args:
-            api: `sdk`, or `openai` for OpenAI's client without retries.
+            api: `sdk`, `once` for the SDK without retries, or `openai` for OpenAI's client without retries.
             address: HOST:PORT, or dns:///NAME:PORT for the SDK.
         """
         environ = ["env", "PYTHONPATH=/tmp/site", "python", "-u", "-c", _LOAD]

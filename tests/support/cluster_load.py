@@ -1,6 +1,6 @@
 """Runs in a pod: seeded streams until standard input ends, each compared with the first one of its prompt.
 
-Arguments: sdk or openai, address, number of streams, tokens of each. Prints `begun`, and at the end its
+Arguments: sdk, once or openai, address, number of streams, tokens of each. Prints `begun`, and at the end its
 figures as JSON.
 """
 
@@ -21,12 +21,14 @@ PATIENCE_S = 60.0
 
 
 class Sdk:
-    """Texts as token ids, by the SDK."""
+    """Texts as token ids, by the SDK, or by what asks once, over one connection, as most clients of gRPC."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, tries_again: bool) -> None:
         from specwire import AsyncClient, RetryPolicy
 
-        self.client: Any = AsyncClient(address, retry=RetryPolicy(patience_s=PATIENCE_S))
+        patience_s, max_resumes = (PATIENCE_S, 5) if tries_again else (0.0, 0)
+        retry = RetryPolicy(patience_s=patience_s, max_resumes=max_resumes)
+        self.client: Any = AsyncClient(address, retry=retry)
 
     async def parts(self, prompt: str, num_tokens: int) -> AsyncIterator[list[Any]]:
         """Those of a text, as they come."""
@@ -100,7 +102,7 @@ async def main(kind: str, address: str, num_streams: int, num_tokens: int) -> No
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    api = Sdk(address) if kind == "sdk" else OpenAI(address)
+    api = OpenAI(address) if kind == "openai" else Sdk(address, tries_again=kind == "sdk")
     load = Load(api, num_tokens)
 
     async def stream(number: int) -> None:

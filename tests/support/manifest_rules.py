@@ -25,6 +25,7 @@ from specwire.config.environment import ALL_CONFIGS
 from specwire.config.flags import add_flags, env_name, flag_name, read_config, unknown_variables
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
+from specwire.rpc.server import CONNECTION_AGE_MS
 from specwire.telemetry.metrics import Metric
 from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
 from tests.support.manifests import COMPONENT, ROOT, Manifests, Object, Pod, may_connect, named_port
@@ -56,6 +57,9 @@ OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "RAY_USAGE_STATS_ENABLED"}
 NOT_OURS = {"specwire-client", "specwire-observer"}
 """Labels that pods of others carry to be let in."""
 SHUTDOWN_MARGIN_S = 5
+ADDRESS_S = 5
+"""For which names and proxies know the address of a pod that ends; twice as long on a busy node."""
+_LONGEST_AGE_S = 1.1 * CONNECTION_AGE_MS / 1e3
 
 Rule = Callable[[Manifests], Iterator[str]]
 
@@ -410,6 +414,9 @@ def grace(manifests: Manifests) -> Iterator[str]:
         needed_s = wait_s + values.grace_s + SHUTDOWN_MARGIN_S
         if pod.spec["terminationGracePeriodSeconds"] < needed_s:
             yield f"{pod.owner}: is killed before {needed_s:g} s, which preStop and --grace-s may take"
+        connected_s = 2 * ADDRESS_S + _LONGEST_AGE_S if role_of(pod) == "coordinator" else ADDRESS_S
+        if wait_s < connected_s:
+            yield f"{pod.owner}: has clients for {connected_s:g} s, and preStop waits for {wait_s}"
         startup = pod.container["startupProbe"]
         budget_s = startup["periodSeconds"] * startup["failureThreshold"]
         if budget_s < _longest_start_s(values):

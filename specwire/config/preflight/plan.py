@@ -126,7 +126,7 @@ def _(config: StackConfig) -> Needs:
             (config.http_flags, config.http_address),
             *(
                 (("metrics_address",), next_address("metrics_address", metrics, n))
-                for n in range(3)
+                for n in range(config.num_metrics_ports)
                 if metrics
             ),
         ],
@@ -163,14 +163,18 @@ def _(config: DraftConfig) -> Needs:
 
 @needs_of.register
 def _(config: CoordinatorConfig) -> Needs:
-    metrics = [next_address("metrics_address", config.metrics_address, n) for n in range(config.workers)]
-    addresses = [(("address",), config.address), *((("metrics_address",), each) for each in metrics)]
-    return Needs(addresses=addresses, tokenizers=[("tokenizer", config.tokenizer)])
+    return _needs_of_workers(config)
 
 
 @needs_of.register
 def _(config: HttpConfig) -> Needs:
-    return Needs(addresses=[(("address",), config.address)], tokenizers=[("tokenizer", config.tokenizer)])
+    return _needs_of_workers(config)
+
+
+def _needs_of_workers(config: CoordinatorConfig | HttpConfig) -> Needs:
+    metrics = [next_address("metrics_address", config.metrics_address, n) for n in range(config.workers)]
+    addresses = [(("address",), config.address), *((("metrics_address",), each) for each in metrics)]
+    return Needs(addresses=addresses, tokenizers=[("tokenizer", config.tokenizer)])
 
 
 def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:
