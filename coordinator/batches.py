@@ -26,6 +26,7 @@ from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Planner, Round
 from coordinator.length.choice import SharedChoice
 from coordinator.length.planners import AdaptiveLength, FixedLength
+from coordinator.length.ways import MAX_CHOSEN
 from coordinator.peers.addresses import Names
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool
@@ -311,8 +312,10 @@ class BatchDrafter:
         return sequence
 
     def _planner(self) -> Planner:
-        fixed = self._config.fixed_draft_tokens
-        return AdaptiveLength(self._choice) if fixed is None else FixedLength(fixed, self._choice)
+        fixed, most = self._config.fixed_draft_tokens, min(self._most, MAX_CHOSEN)
+        if fixed is None:
+            return AdaptiveLength(self._choice, most=most)
+        return FixedLength(min(fixed, self._most), self._choice)
 
     def _end(self, sequences: Iterable[_Sequence]) -> None:
         for sequence in list(sequences):
