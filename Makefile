@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tools tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow test-cluster suites peers train clean
+.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow test-cluster test-vllm suites peers train clean
 
 demo: $(VENV)/demo
 	@$(BIN)/specwire demo
@@ -84,6 +84,7 @@ build/peers/installed:
 		> build/peers/requirements.txt
 	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 \
 		-r build/peers/requirements.txt
+	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
 build/tools/installed: requirements/tools.txt
@@ -172,6 +173,10 @@ slow: setup suites
 # On the cluster that KUBECONFIG points at, with our image under the name in CLUSTER_IMAGE: 20 minutes on two cores.
 test-cluster: setup
 	$(PYTEST) -rA -x -m cluster tests/cluster
+
+# vLLM with drafts of ours, in processes of their own: 6 minutes.
+test-vllm: setup peers
+	$(PYTEST) -rA -x -m vllm tests/vllm
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.
 train: setup

@@ -11,15 +11,17 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
@@ -39,39 +41,49 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_START_S, _MODEL = 300.0, "model"
+_START_S, _END_S, MODEL = 300.0, 20.0, "model"
 _WARM_TURNS, _PAUSE_S = 3, 0.4
 PARAMS = {"greedy": SamplingParams(temperature=0.0), "T = 1": SamplingParams()}
 
 
 @contextlib.contextmanager
-def vllm(target: str, draft: str, dtype: str, num_draft_tokens: int) -> Iterator[str]:
+def vllm(
+    target: str | Path, *flags: str, speculation: Mapping[str, Any] | None = None, log: Path
+) -> Iterator[str]:
     """vLLM's server; yields its base URL, and ends it.
 
     Args:
-        num_draft_tokens: of its own draft model; 0 for none.
+        speculation: its `--speculative-config`; None decodes plainly.
+        log: what it writes.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    flags = ["--model", target, "--served-model-name", _MODEL, "--dtype", dtype, "--port", str(port)]
-    if num_draft_tokens:
-        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": num_draft_tokens}
-        flags += ["--speculative-config", json.dumps(speculation)]
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *flags, "--max-model-len", "1024"]
-    with open(f"build/vllm-{num_draft_tokens}.log", "w") as log:
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command += ["--served-model-name", MODEL, "--port", str(port), "--max-model-len", "1024", *flags]
+    if speculation is not None:
+        command += ["--speculative-config", json.dumps(speculation)]
+    with log.open("w") as written:
         process = subprocess.Popen(
-            command, env={**os.environ, **_ENVIRONMENT}, stdout=log, stderr=log, start_new_session=True
+            command,
+            env={**os.environ, **_ENVIRONMENT},
+            stdout=written,
+            stderr=written,
+            start_new_session=True,
         )
     try:
-        _wait(f"http://127.0.0.1:{port}/health", process)
+        _wait(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 15)
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     due_s = time.monotonic() + _START_S
     while time.monotonic() < due_s and process.poll() is None:
         try:
@@ -79,7 +91,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
                 return
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.5)
-    raise RuntimeError(f"vLLM did not start within {_START_S:g} s: see build/vllm-*.log")
+    raise RuntimeError(f"vLLM did not start within {_START_S:g} s: see {log}")
 
 
 @contextlib.asynccontextmanager
@@ -136,8 +148,11 @@ def measured(pair: str, args: argparse.Namespace) -> dict[str, dict[str, float]]
     with contextlib.ExitStack() as stack:
         urls = {}
         for num in (0, *args.lengths):
-            url = stack.enter_context(vllm(target, str(embedded.DRAFT_DIR), dtype, num))
-            urls[f"{VLLM}, {num} tokens" if num else VLLM] = url, _MODEL
+            own = {"method": "draft_model", "model": str(embedded.DRAFT_DIR), "num_speculative_tokens": num}
+            log = Path(f"build/vllm-{num}.log")
+            started = vllm(target, "--dtype", dtype, speculation=own if num else None, log=log)
+            url = stack.enter_context(started)
+            urls[f"{VLLM}, {num} tokens" if num else VLLM] = url, MODEL
         for name, changed in ((OURS, config), (OFF, replace(config, num_draft_tokens="0"))):
             ours = stack.enter_context(Stack(changed))
             assert ours.http is not None

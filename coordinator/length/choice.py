@@ -171,10 +171,17 @@ class SharedChoice:
 
     # --- for planners -------------------------------------------------------------------------------
 
-    def among(self, *, has_trees: bool = False) -> Among:
-        """What a stream chooses from whose length is not fixed."""
-        ways = [way for way in WAYS if has_trees or not way.num_nodes]
-        first = next(way for way in ways if way.cap == FIRST_CAP and way.prepares is bool(self._num_outcomes))
+    def among(self, *, has_trees: bool = False, most: int = MAX_CHOSEN) -> Among:
+        """What a stream chooses from whose length is not fixed.
+
+        Args:
+            most: draft tokens one after another, of whoever judges them.
+        """
+        ways = [way for way in WAYS if way.cap <= most and (has_trees or not way.num_nodes)]
+        if ways[-1].cap < most:
+            ways += [Way(CHAIN, most, prepares) for prepares in (False, True)]
+        first_cap, prepares = min(FIRST_CAP, most), bool(self._num_outcomes)
+        first = next(way for way in ways if way.cap == first_cap and way.prepares is prepares)
         return Among((first, *(way for way in ways if way != first)))
 
     def among_fixed(self, num_steps: int, num_nodes: int) -> Among:

@@ -153,12 +153,15 @@ class FixedLength(_Observer):
 class AdaptiveLength(_Observer):
     """The best length for a stream's text, under the way of all streams."""
 
-    limit = MAX_CHOSEN
     _is_adaptive = True
 
-    def __init__(self, shared: SharedChoice, *, has_trees: bool = False) -> None:
+    def __init__(self, shared: SharedChoice, *, has_trees: bool = False, most: int = MAX_CHOSEN) -> None:
+        """Args:
+        most: draft tokens one after another.
+        """
         super().__init__(shared)
-        self._among = shared.among(has_trees=has_trees)
+        self.limit = most
+        self._among = shared.among(has_trees=has_trees, most=most)
         self._last = 0
 
     def plan(self) -> Plan:
@@ -176,7 +179,7 @@ class AdaptiveLength(_Observer):
             least = int(shared.on_trial(self._among))
             found = choose(tokens, prospects, self._last, least=least, prepares=way.prepares)
         else:
-            found = Length(FIRST_CAP, FIRST_CAP, waits=True)
+            found = Length(min(FIRST_CAP, self.limit), min(FIRST_CAP, self.limit), waits=True)
         self._last, length, waits = found
         if not length:
             return Plan(0, num_outcomes, why_plain=shared.why_not)

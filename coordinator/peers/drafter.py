@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
@@ -14,8 +15,7 @@ from coordinator.peers.draft_sequence import DraftSequence, Origin
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
-from coordinator.requests import GenerationRequest
-from specwire.core import ModelInfo, Preparation, Proposal
+from specwire.core import ModelInfo, Preparation, Proposal, SamplingParams
 from specwire.errors import (
     InternalError,
     PrefixMismatchError,
@@ -47,6 +47,28 @@ class _Opened:
     num_lost: int
 
 
+class Drafted(Protocol):
+    """What drafts are told of a sequence, as a `GenerationRequest` has it."""
+
+    @property
+    def keyed_params(self) -> SamplingParams: ...
+
+    @property
+    def prompt_len(self) -> int: ...
+
+    @property
+    def target(self) -> ModelInfo: ...
+
+    @property
+    def may_teach(self) -> bool: ...
+
+    @property
+    def max_depth(self) -> int | None: ...
+
+    @property
+    def num_chains(self) -> int: ...
+
+
 class RemoteDrafter:
     """The draft service, which may fail: then proposals are empty, and `unavailable` says why.
 
@@ -73,7 +95,7 @@ class RemoteDrafter:
     def __init__(
         self,
         pool: Pool,
-        request: GenerationRequest,
+        request: Drafted,
         *,
         timeout_s: float,
         deadline_s: float | None,
@@ -125,16 +147,28 @@ class RemoteDrafter:
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """See `generation.Drafter`."""
+        found = self.at_hand(committed, plan, parent)
+        if found is not None:
+            return found
+        replica = self._replica(committed)
+        assert replica is not None
+        assert replica.info is not None
+        return await self._ask(replica, committed, _fitted(plan, replica.info, len(committed)), parent)
+
+    def at_hand(
+        self, committed: Sequence[int], plan: Plan, parent: tracing.Span
+    ) -> tuple[Proposal, Cost] | None:
+        """What a round gets without a request; None if the draft has to be asked."""
         if plan.num_draft_tokens <= 0:
             return Proposal(len(committed)), Cost()
         self._close_if_lost(parent)
-        replica = self._current.replica if self._current else self._choose(committed)
+        replica = self._replica(committed)
         if replica is None or replica.info is None:
             return Proposal(len(committed)), Cost(outcome=CallOutcome.UNAVAILABLE)
         plan = _fitted(plan, replica.info, len(committed))
         if plan.num_draft_tokens <= 0:
             return Proposal(len(committed)), Cost()
-        return self._at_hand(committed, plan) or await self._ask(replica, committed, plan, parent)
+        return self._arrived(committed, plan)
 
     async def _ask(
         self, replica: Replica, committed: Sequence[int], plan: Plan, parent: tracing.Span
@@ -169,8 +203,10 @@ class RemoteDrafter:
             parent.event("draft lost", {names.SERVER_ADDRESS: self._current.replica.address})
             self.close()
 
-    def _choose(self, committed: Sequence[int]) -> Replica | None:
-        """The replica to open a sequence at; None if there is none."""
+    def _replica(self, committed: Sequence[int]) -> Replica | None:
+        """The replica of the sequence, or to open one at; None if there is none."""
+        if self._current is not None:
+            return self._current.replica
         replica = self._pool.choose(committed, self._avoided(), self._opening.cache_salt)
         if replica is None:
             self.unavailable = self.unavailable or self._pool.unavailable
@@ -184,8 +220,8 @@ class RemoteDrafter:
 
     # --- one proposal ---------------------------------------------------------------------------------
 
-    def _at_hand(self, committed: Sequence[int], plan: Plan) -> tuple[Proposal, Cost] | None:
-        """What needs no request: a proposal that has arrived already, from which the draft works on; or no
+    def _arrived(self, committed: Sequence[int], plan: Plan) -> tuple[Proposal, Cost] | None:
+        """A proposal that has arrived already, from which the draft works on; or no
         tokens, while an earlier answer is late that may still arrive."""
         if self._current is None:
             return None

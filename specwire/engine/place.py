@@ -28,10 +28,11 @@ def place(config: ModelServiceConfig, runner: Any, num_threads: int) -> dict[str
     else:
         devices = []
     num_cores = max(1, int(min(each.num for each in cores))) if cores else torch.get_num_threads()
-    return {"host": _host(), "devices": tuple(devices), "num_cores": num_cores, "num_threads": num_threads}
+    return {"host": host(), "devices": tuple(devices), "num_cores": num_cores, "num_threads": num_threads}
 
 
-def _host() -> str:
+def host() -> str:
+    """Names this machine, until it starts again."""
     if not _BOOT_ID.exists():
         return f"{uuid.getnode():x}"
     return hashlib.sha256(_BOOT_ID.read_bytes()).hexdigest()[:16]

@@ -22,7 +22,7 @@ ORDER = (
     ("core", "support"),
     ("completion", "proposals"),
     *(("rule",), ("config",), ("telemetry",), ("rpc",)),
-    *(("engine",), ("client",), ("http",), ("cli",)),
+    *(("engine",), ("client",), ("http",), ("cli",), ("vllm",), ("sglang",)),
 )
 """The folders of `specwire/` and its modules beside them: each imports only from those before it."""
 
@@ -48,6 +48,9 @@ WITH_GRPC = {
 }
 """Who may know gRPC: everything else can be driven by fakes, without any network."""
 
+PLUGINS = ("vllm", "sglang")
+"""Modules of `specwire/` that other engines load; these stand on the coordinator's peers."""
+
 TORCH_IN_RULE = {"captured", "choices", "rows", "sampling", "transfer"}
 CORE = (*SERVICES, "specwire")
 PRODUCT = (*CORE, "tools")
@@ -65,7 +68,16 @@ def test_services_import_specwire_and_never_each_other(service: str) -> None:
 
 def test_the_leaf_imports_no_service() -> None:
     for path in sources("specwire"):
-        assert not packages(imports(path)) & set(SERVICES), path
+        found = packages(imports(path)) & set(SERVICES)
+        assert found == ({"coordinator"} if path.stem in PLUGINS else set()), path
+
+
+def test_plugins_are_for_the_engines_that_load_them() -> None:
+    for folder in PRODUCT:
+        for path in sources(folder):
+            found = imports(path)
+            assert path.stem == "sglang" or "specwire.vllm" not in found, path
+            assert "specwire.sglang" not in found, path
 
 
 def test_folders_import_from_those_before_them() -> None:
@@ -152,6 +164,8 @@ def test_no_torch_outside_the_engine_the_samplers_and_what_trains() -> None:
         if str(relative).startswith(("specwire/engine/", "tools/heads/", "tools/layers/")):
             continue
         if relative.parent.name == "rule" and relative.stem in TORCH_IN_RULE:
+            continue
+        if relative.stem in PLUGINS:  # their engines have loaded it
             continue
         assert not packages(imports(path, lazy=relative.name != "random.py")) & heavy, path
         assert "transformers" not in packages(imports(path, lazy=False)), path

@@ -1,0 +1,333 @@
+"""Proposals for an engine that judges them itself: all rows of a step at once, for a caller that blocks.
+
+    the engine's thread              an event loop on a thread of its own
+    propose(rows) ── one call ─▶  each row's sequence by its tokens ─▶ its plan ─▶ at hand, or asked for
+                  ◀─ chains ────  those that are asked for are waited for together, while that pays
+
+A proposal is a chain of the draft's most likely tokens. An engine that takes no draft probabilities accepts a
+token x with the target's probability of x, whoever proposed it: the output is exact, and the likeliest token
+is the best.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from coordinator.cost import CallOutcome, Cost
+from coordinator.generation import Plan, Planner, Round
+from coordinator.length.choice import SharedChoice
+from coordinator.length.planners import AdaptiveLength, FixedLength
+from coordinator.length.ways import MAX_CHOSEN
+from coordinator.peers.addresses import Names
+from coordinator.peers.drafter import RemoteDrafter
+from coordinator.peers.handshake import DraftPool
+from specwire.config.services import CoordinatorConfig
+from specwire.core import Load, ModelInfo, Outcome, Proposal, Rule, SamplingParams, Verdict
+from specwire.errors import ServiceUnavailableError, SpecwireError
+from specwire.proposals.estimate import clock
+from specwire.proposals.estimate.costs import CostModel
+from specwire.telemetry import tracing
+
+log = logging.getLogger(__name__)
+
+_UNSEEN_STEPS = 16
+"""Steps without a row of a sequence after which it counts as ended; of one that was only put off, the draft
+runs the tokens again."""
+_IDLE_S = 5.0
+"""Seconds without a step after which all sequences have ended."""
+_GREEDY = SamplingParams(temperature=0.0, seed=0, rule=Rule.GUMBEL)
+
+
+class Row(NamedTuple):
+    """A sequence in a step of the engine.
+
+    Attributes:
+        token_ids: [at least num_tokens] int32, its tokens so far in front.
+        num_tokens: how many these are.
+        num_new: of these, added by the step: draft tokens that were accepted, and the target's own.
+    """
+
+    token_ids: npt.NDArray[Any]
+    num_tokens: int
+    num_new: int
+
+
+@dataclass
+class Counts:
+    """What became of proposals.
+
+    Attributes:
+        outcomes: of those that were wanted.
+        waited_ns: that steps were held up.
+    """
+
+    outcomes: Counter[CallOutcome] = field(default_factory=Counter)
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    waited_ns: int = 0
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A row over several steps. The attributes up to `num_chains` are those of `drafter.Drafted`.
+
+    Attributes:
+        known: the bytes of `committed`, by which its next row is recognised.
+        proposal, cost: the latest, which the engine judges now.
+        seen_in: the number of its last step.
+        begun_ns: when that step's proposals were asked for.
+    """
+
+    target: ModelInfo
+    prompt_len: int
+    planner: Planner
+    keyed_params: SamplingParams = _GREEDY
+    may_teach: bool = True
+    max_depth: int | None = 0
+    num_chains: int = 1
+    committed: list[int] = field(default_factory=list)
+    known: bytes = b""
+    proposal: Proposal = field(default_factory=lambda: Proposal(0))
+    cost: Cost = field(default_factory=Cost)
+    seen_in: int = 0
+    begun_ns: int = 0
+    drafter: RemoteDrafter = field(init=False)
+    span: tracing.Span = tracing.NO_SPAN
+    ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def judged(self, token_ids: Sequence[int], load: Load, step_ns: int) -> Round:
+        """The round that the engine has ended."""
+        num_accepted = min(len(token_ids) - 1, len(self.proposal.token_ids))
+        outcome = Outcome(range(num_accepted), token_ids[-1])
+        verify_cost = Cost(CallOutcome.READY, step_ns, forward_ns=step_ns, load=load)
+        return Round(self.proposal, Verdict(0, ()), outcome, self.cost, verify_cost)
+
+
+class BatchDrafter:
+    """Draft services for the rows of an engine's steps. They may fail, and then there are no proposals."""
+
+    def __init__(self, config: CoordinatorConfig, target: ModelInfo, most: int) -> None:
+        """Connect.
+
+        Args:
+            config: of which addresses, credentials, times and numbers of the draft are used.
+            target: the engine's model, as it would describe itself in a handshake.
+            most: draft tokens of a row that the engine takes.
+
+        Raises:
+            HandshakeError: a draft is incompatible with the target.
+            ServiceUnavailableError: none answers.
+            ConfigError: a credential cannot be used.
+        """
+        self._counts = Counts()
+        self._config, self._target, self._most = config, target, most
+        self._tracer = tracing.configure("specwire-batches")
+        self._rows: list[_Sequence | None] = []
+        self._sequences: list[_Sequence] = []
+        self._costs = CostModel(2)  # of a step, by sequences and tokens
+        self._num_steps = self._ended_ns = self._num_running = 0
+        self._choice = SharedChoice(
+            lambda: self._num_running, num_outcomes=config.fixed_outcomes, may_prepare=self._may_prepare
+        )
+        self._loop = asyncio.new_event_loop()
+        self._idle: asyncio.TimerHandle | None = None
+        threading.Thread(target=self._loop.run_forever, name="specwire", daemon=True).start()
+        try:
+            self._pool = self._run(self._connected())
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _connected(self) -> DraftPool:
+        config = self._config
+        pool = DraftPool(
+            config.draft_address,
+            Names(),
+            config.peer_credentials,
+            self._target,
+            use_heterogeneous_vocab=config.use_heterogeneous_vocab,
+        )
+        try:
+            await pool.connect()
+            if pool.unavailable:
+                raise ServiceUnavailableError(pool.unavailable)
+        except SpecwireError:
+            await pool.close()
+            raise
+        return pool
+
+    def _may_prepare(self) -> bool:
+        draft = self._pool.info
+        is_fixed = self._config.fixed_outcomes is not None
+        return is_fixed or draft is None or not draft.takes_turns_with(self._target)
+
+    def propose(self, rows: Sequence[Row | None]) -> list[list[int]]:
+        """[num_rows] draft tokens to judge in the next step; of None, and where none are worth it, no tokens.
+
+        Blocks no longer than proposals are worth. What fails is logged, and costs proposals only.
+        """
+        try:
+            found: list[list[int]] = self._run(self._propose(rows, clock.stopwatch_ns()))
+        except Exception:
+            log.exception("no proposals in this step")
+            return [[] for _ in rows]
+        return found
+
+    def take_counts(self) -> Counts:
+        """What became of proposals since the last time; between steps."""
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    def close(self) -> None:
+        """Close all sequences and connections, and end the thread."""
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _close(self) -> None:
+        self._end_all()
+        await self._pool.close()
+        self._tracer.shutdown()
+
+    # --- a step -------------------------------------------------------------------------------------
+
+    async def _propose(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
+        """Learn from the step that has ended, and find proposals for the next one."""
+        self._num_steps += 1
+        before, self._rows = self._rows, self._found(rows)
+        running = [sequence for sequence in self._rows if sequence is not None]
+        self._num_running = len(running)
+        self._learn(rows, before, now_ns)
+        asked: list[tuple[_Sequence, Plan]] = []
+        for sequence in running:
+            num_tokens = len(sequence.committed)
+            room = self._target.context_len - num_tokens - 1
+            plan = sequence.planner.plan().within(min(self._most, room), room)
+            sequence.begun_ns, sequence.proposal, sequence.cost = now_ns, Proposal(num_tokens), Cost()
+            found = sequence.drafter.at_hand(sequence.committed, plan, sequence.span)
+            if found is None:
+                asked.append((sequence, plan))
+            else:
+                sequence.proposal, sequence.cost = found
+        if asked:
+            # All rows wait for those that are asked for, so that what these would bring is shared by all.
+            share = sum(plan.patience_s for _, plan in asked) / len(running)
+            await asyncio.gather(*(self._ask(*each, share) for each in asked))
+        self._count(running)
+        self._end([each for each in self._sequences if each.seen_in <= self._num_steps - _UNSEEN_STEPS])
+        self._end_when_idle()
+        self._ended_ns = clock.stopwatch_ns()
+        return [list(each.proposal.token_ids) if each is not None else [] for each in self._rows]
+
+    async def _ask(self, sequence: _Sequence, plan: Plan, patience_s: float) -> None:
+        plan = replace(plan, patience_s=min(plan.patience_s, patience_s))
+        sequence.proposal, sequence.cost = await sequence.drafter.propose(
+            sequence.committed, plan, sequence.span
+        )
+
+    def _count(self, running: Iterable[_Sequence]) -> None:
+        counts = self._counts
+        counts.waited_ns += max((each.cost.wall_ns for each in running), default=0)
+        for sequence in running:
+            counts.num_draft_tokens += len(sequence.proposal.token_ids)
+            if sequence.cost.outcome is not None:
+                counts.outcomes[sequence.cost.outcome] += 1
+
+    def _learn(self, rows: Sequence[Row | None], before: Sequence[_Sequence | None], now_ns: int) -> None:
+        """From the step that has ended: what it cost, and what of each proposal was accepted."""
+        step_ns = max(1, now_ns - self._ended_ns)
+        judged = [each for each in self._rows if each is not None and each.committed]
+        num_tokens = sum(1 + len(each.proposal.token_ids) for each in judged)
+        size = len(judged), num_tokens
+        if judged and len(judged) == len(rows):  # prompts are in none of its rows
+            self._costs.add(size, step_ns)
+        prefill_ns = max(0, step_ns - int(self._costs.predict(size))) if len(judged) < len(rows) else 0
+        base_ns, (sequence_ns, token_ns) = self._costs.base, self._costs.rates
+        is_known = base_ns or sequence_ns or token_ns
+        load = Load(
+            num_sequences=max(1, len(judged)),
+            base_ns=max(1, int(base_ns)) if is_known else 0,
+            sequence_ns=int(sequence_ns),
+            token_ns=int(token_ns),
+            prefill_ns=prefill_ns,
+        )
+        for row, sequence in zip(rows, self._rows, strict=True):
+            if row is None or sequence is None:
+                continue
+            token_ids = row.token_ids[len(sequence.committed) : row.num_tokens].tolist()
+            if sequence.committed:
+                done = sequence.judged(token_ids, load, step_ns)
+                self._counts.num_accepted_tokens += done.outcome.num_accepted
+                sequence.drafter.observe(done)
+                sequence.planner.observe(done, now_ns - sequence.begun_ns)
+            sequence.committed += token_ids
+            sequence.known = row.token_ids[: row.num_tokens].tobytes()
+
+    # --- sequences ----------------------------------------------------------------------------------
+
+    def _found(self, rows: Sequence[Row | None]) -> list[_Sequence | None]:
+        """The sequence of each row: the one that had all of its tokens but the new ones; or another one."""
+        by_length: dict[int, list[_Sequence]] = defaultdict(list)
+        for sequence in self._sequences:
+            by_length[len(sequence.committed)].append(sequence)
+        found: list[_Sequence | None] = []
+        for place, row in enumerate(rows):
+            if row is None:
+                found.append(None)
+                continue
+            num_before = row.num_tokens - row.num_new
+            known = row.token_ids[:num_before].tobytes()
+            here = self._rows[place : place + 1]  # rows seldom change places
+            candidates = (each for each in (*here, *by_length[num_before]) if each is not None)
+            is_it = (each for each in candidates if each.seen_in < self._num_steps and each.known == known)
+            sequence = next(is_it, None) or self._opened(row)
+            sequence.seen_in = self._num_steps
+            found.append(sequence)
+        return found
+
+    def _opened(self, row: Row) -> _Sequence:
+        sequence = _Sequence(self._target, row.num_tokens, self._planner())
+        sequence.span = sequence.ending.enter_context(self._tracer.span("drafted"))
+        sequence.drafter = RemoteDrafter(
+            self._pool,
+            sequence,
+            timeout_s=self._config.draft_timeout_ms / 1e3,
+            deadline_s=None,
+            tracer=self._tracer,
+            parent=sequence.span,
+        )
+        sequence.ending.callback(sequence.drafter.close)
+        self._sequences.append(sequence)
+        return sequence
+
+    def _planner(self) -> Planner:
+        fixed, most = self._config.fixed_draft_tokens, min(self._most, MAX_CHOSEN)
+        if fixed is None:
+            return AdaptiveLength(self._choice, most=most)
+        return FixedLength(min(fixed, self._most), self._choice)
+
+    def _end(self, sequences: Iterable[_Sequence]) -> None:
+        for sequence in list(sequences):
+            sequence.ending.close()
+            self._sequences.remove(sequence)
+
+    def _end_when_idle(self) -> None:
+        """End all sequences some time after the last step: the engine says of none that it has ended."""
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self._loop.call_later(_IDLE_S, self._end_all)
+
+    def _end_all(self) -> None:
+        self._end(self._sequences)
+        self._rows = []
