@@ -37,6 +37,7 @@ from tests.services.test_metrics import (
     panels,
     substituted,
 )
+from tests.support.fronts import front
 from tests.support.harness import LOOPBACK, LocalStack, LoopThread, local_stack
 from tests.support.manifests import K8S, ROOT
 
@@ -147,10 +148,20 @@ def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
         process.wait(UNTIL_S)
 
 
-def answered(server: Prometheus, stack: LocalStack, wanted: set[str]) -> set[str]:
-    """Generate until each query has a number; returns those that have none by then."""
+def answered(server: Prometheus, stack: LocalStack, http: str, wanted: set[str]) -> set[str]:
+    """Generate until each query has a number; returns those that have none by then.
+
+    Args:
+        http: the front's address.
+    """
     deadline = time.monotonic() + UNTIL_S
+    body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 4, "stream": True}).encode()
+    asked = urllib.request.Request(
+        f"http://{http}/v1/completions", body, {"content-type": "application/json"}
+    )
     while wanted and time.monotonic() < deadline:
+        with urllib.request.urlopen(asked, timeout=UNTIL_S) as response:
+            assert b"[DONE]" in response.read()
         stack.client.generate(params=SamplingParams(max_tokens=24, rule=Rule.GUMBEL), prompt_token_ids=PROMPT)
         with contextlib.suppress(urllib.error.URLError):  # it still starts
             wanted = {query for query in wanted if not server.has(query)}
@@ -168,11 +179,12 @@ def test_prometheus_scrapes_a_stack_and_every_query_has_an_answer(tmp_path: Path
         local_stack(
             TARGET, DRAFT, coordinator_options=options, verify_options=options, draft_options=options
         ) as stack,
+        front(stack.address, model_name="m", **options) as http,
         prometheus(tmp_path, [*addresses, traced.address]) as server,
     ):
         wanted = queries()
         assert len(wanted) > 50
-        assert answered(server, stack, wanted) == set(), (tmp_path / "log").read_text()
+        assert answered(server, stack, http, wanted) == set(), (tmp_path / "log").read_text()
         states = {
             each["name"]: each["health"] for group in server.get("rules")["groups"] for each in group["rules"]
         }
