@@ -2,6 +2,9 @@
 
 `make peers` installs vLLM in an environment of its own. All servers of a pair are up at the same time, and
 those that are not asked are idle: each turn waits until vLLM's threads, which spin for 0.2 s, have stopped.
+
+With `--remote`, vLLM has drafts of our service, too, in a process of its own on the same cores. With `--far`,
+only that is measured: the service on one core and 20 ms away, vLLM on the other one, outcomes prepared and not.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from benchmarks.choice import NUM_TOKENS, config_of
 from benchmarks.prompts import PROMPTS
 from benchmarks.report import RESULTS, Report, machine, table
 from specwire import SamplingParams, embedded
+from specwire.cli.process import Service
 from specwire.cli.supervisor import Stack
 from specwire.config.models import EMBEDDED
 from tools.bench.backends import Attempt, OpenAIServer
@@ -36,8 +40,8 @@ from tools.bench.prompts import Prompt
 
 PYTHON = Path("build/peers/bin/python")
 OURS, OFF, VLLM = "specwire", "specwire without drafts", "vLLM"
+REMOTE = "vLLM with a service of ours"
 _ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -48,13 +52,18 @@ PARAMS = {"greedy": SamplingParams(temperature=0.0), "T = 1": SamplingParams()}
 
 @contextlib.contextmanager
 def vllm(
-    target: str | Path, *flags: str, speculation: Mapping[str, Any] | None = None, log: Path
+    target: str | Path,
+    *flags: str,
+    speculation: Mapping[str, Any] | None = None,
+    log: Path,
+    cores: str = "nobind",
 ) -> Iterator[str]:
     """vLLM's server; yields its base URL, and ends it.
 
     Args:
         speculation: its `--speculative-config`; None decodes plainly.
         log: what it writes.
+        cores: that its threads are bound to.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -65,7 +74,7 @@ def vllm(
     with log.open("w") as written:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores},
             stdout=written,
             stderr=written,
             start_new_session=True,
@@ -140,6 +149,58 @@ async def measure(urls: dict[str, tuple[str, str]], args: argparse.Namespace) ->
     return found
 
 
+@contextlib.contextmanager
+def remote(
+    target: str, dtype: str, num: int, log: Path, *, rtt_ms: float = 0.0, **options: str
+) -> Iterator[str]:
+    """vLLM with drafts of a service of ours; yields its base URL.
+
+    Args:
+        num: draft tokens of a row.
+        rtt_ms: how far away the service is, which has a core of its own then, and vLLM the other one.
+        options: of the plug-in.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def started(module: str, *flags: str) -> Service:
+            service = Service(module, [*flags, "--address", "127.0.0.1:0"])
+            stack.callback(service.process.wait)
+            stack.callback(service.process.kill)
+            service.ready(_START_S)
+            return service
+
+        draft = started("draft_service", "--model", EMBEDDED, "--num-threads", "1")
+        address, cores = draft.address, "nobind"
+        if rtt_ms:
+            for thread in Path(f"/proc/{draft.process.pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {0})
+            address, cores = (
+                started("specwire.cli", "proxy", "--to", address, "--rtt-ms", str(rtt_ms)).address,
+                "1",
+            )
+        given = {"specwire": {"draft_address": address, "num_draft_tokens": str(num), **options}}
+        flags = ["--dtype", dtype, "--additional-config", json.dumps(given)]
+        speculation = {
+            "method": "custom_class",
+            "model": "specwire.vllm.RemoteDraft",
+            "num_speculative_tokens": num,
+        }
+        yield stack.enter_context(vllm(target, *flags, speculation=speculation, log=log, cores=cores))
+
+
+def acceptance_length(url: str) -> float:
+    """Tokens of a step that had draft tokens, by vLLM's own metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+
+    def total(name: str) -> float:
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith(f"vllm:spec_decode_{name}_total")
+        )
+
+    return 1 + total("num_accepted_tokens") / max(1.0, total("num_drafts"))
+
+
 def measured(pair: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """All points of a pair."""
     config = replace(config_of(pair, "cpu"), http_address="127.0.0.1:0")
@@ -153,11 +214,42 @@ def measured(pair: str, args: argparse.Namespace) -> dict[str, dict[str, float]]
             started = vllm(target, "--dtype", dtype, speculation=own if num else None, log=log)
             url = stack.enter_context(started)
             urls[f"{VLLM}, {num} tokens" if num else VLLM] = url, MODEL
+        for num in args.remote:
+            log = Path(f"build/vllm-remote-{num}.log")
+            urls[f"{REMOTE}, {num} tokens"] = stack.enter_context(remote(target, dtype, num, log)), MODEL
         for name, changed in ((OURS, config), (OFF, replace(config, num_draft_tokens="0"))):
             ours = stack.enter_context(Stack(changed))
             assert ours.http is not None
             urls[name] = f"http://{ours.http.address}", Path(config.target).name
-        return asyncio.run(measure(urls, args))
+        found = asyncio.run(measure(urls, args))
+        for name, (url, model) in urls.items():
+            if model == MODEL and name != VLLM:
+                print(pair, name, f"{acceptance_length(url):.3f} tokens a drafted step", flush=True)
+        return found
+
+
+def measured_far(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The widened pair, one stream: outcomes prepared, and asked for."""
+    config = config_of("widened", "cpu")
+    with contextlib.ExitStack() as stack:
+        urls = {
+            f"{name}, {num} tokens": (
+                stack.enter_context(
+                    remote(
+                        config.target,
+                        "bfloat16",
+                        num,
+                        Path(f"build/vllm-far-{name}.log"),
+                        rtt_ms=20,
+                        num_outcomes=outcomes,
+                    )
+                ),
+                MODEL,
+            )
+            for num in args.remote
+            for name, outcomes in (("prepared", "16"), ("asked", "0"))
+        }
+        return asyncio.run(measure(urls, argparse.Namespace(**{**vars(args), "streams": [1]})))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,17 +258,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", nargs="+", default=["widened", EMBEDDED], choices=["widened", EMBEDDED])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--lengths", nargs="*", type=int, default=[2, 4, 6, 8], help="of vLLM's own drafts")
+    parser.add_argument("--remote", nargs="*", type=int, default=[], help="draft tokens of a service of ours")
+    parser.add_argument("--far", action="store_true", help="that service 20 ms away, and nothing else")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     if not PYTHON.exists():
         parser.error("vLLM is not installed: make peers")
+    if args.far:
+        measured_far(args)
+        return 0
     data = {pair: measured(pair, args) for pair in args.pairs}
     systems = [*next(iter(next(iter(data.values())).values()))]
     rows = []
     for pair, points in data.items():
         for point, rates in points.items():
-            best = max((name for name in rates if name.startswith(VLLM)), key=rates.__getitem__)
+            best = max(
+                (name for name in rates if name.startswith(VLLM) and REMOTE not in name),
+                key=rates.__getitem__,
+            )
             ratio = f"{rates[OURS] / rates[best]:.2f} ({best})"
             rows.append([pair, point, *(f"{rates[name]:.0f}" for name in systems), ratio])
     head = ["pair", "sampling, streams", *systems, f"{OURS} / vLLM's best"]

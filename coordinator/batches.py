@@ -205,10 +205,10 @@ class BatchDrafter:
     async def _propose(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
         """Learn from the step that has ended, and find proposals for the next one."""
         self._num_steps += 1
-        before, self._rows = self._rows, self._found(rows)
+        self._rows = self._found(rows)
         running = [sequence for sequence in self._rows if sequence is not None]
         self._num_running = len(running)
-        self._learn(rows, before, now_ns)
+        self._learn(rows, now_ns)
         asked: list[tuple[_Sequence, Plan]] = []
         for sequence in running:
             num_tokens = len(sequence.committed)
@@ -244,24 +244,10 @@ class BatchDrafter:
             if sequence.cost.outcome is not None:
                 counts.outcomes[sequence.cost.outcome] += 1
 
-    def _learn(self, rows: Sequence[Row | None], before: Sequence[_Sequence | None], now_ns: int) -> None:
+    def _learn(self, rows: Sequence[Row | None], now_ns: int) -> None:
         """From the step that has ended: what it cost, and what of each proposal was accepted."""
         step_ns = max(1, now_ns - self._ended_ns)
-        judged = [each for each in self._rows if each is not None and each.committed]
-        num_tokens = sum(1 + len(each.proposal.token_ids) for each in judged)
-        size = len(judged), num_tokens
-        if judged and len(judged) == len(rows):  # prompts are in none of its rows
-            self._costs.add(size, step_ns)
-        prefill_ns = max(0, step_ns - int(self._costs.predict(size))) if len(judged) < len(rows) else 0
-        base_ns, (sequence_ns, token_ns) = self._costs.base, self._costs.rates
-        is_known = base_ns or sequence_ns or token_ns
-        load = Load(
-            num_sequences=max(1, len(judged)),
-            base_ns=max(1, int(base_ns)) if is_known else 0,
-            sequence_ns=int(sequence_ns),
-            token_ns=int(token_ns),
-            prefill_ns=prefill_ns,
-        )
+        load = self._load(len(rows), step_ns)
         for row, sequence in zip(rows, self._rows, strict=True):
             if row is None or sequence is None:
                 continue
@@ -269,10 +255,26 @@ class BatchDrafter:
             if sequence.committed:
                 done = sequence.judged(token_ids, load, step_ns)
                 self._counts.num_accepted_tokens += done.outcome.num_accepted
-                sequence.drafter.observe(done)
                 sequence.planner.observe(done, now_ns - sequence.begun_ns)
             sequence.committed += token_ids
             sequence.known = row.token_ids[: row.num_tokens].tobytes()
+
+    def _load(self, num_rows: int, step_ns: int) -> Load:
+        """What steps cost, as a verify service says it of passes."""
+        judged = [each for each in self._rows if each is not None and each.committed]
+        size = len(judged), sum(1 + len(each.proposal.token_ids) for each in judged)
+        has_prompts = len(judged) < num_rows
+        if judged and not has_prompts:
+            self._costs.add(size, step_ns)
+        base_ns, (sequence_ns, token_ns) = self._costs.base, self._costs.rates
+        is_known = base_ns or sequence_ns or token_ns
+        return Load(
+            num_sequences=max(1, len(judged)),
+            base_ns=max(1, int(base_ns)) if is_known else 0,
+            sequence_ns=int(sequence_ns),
+            token_ns=int(token_ns),
+            prefill_ns=max(0, step_ns - int(self._costs.predict(size))) if has_prompts else 0,
+        )
 
     # --- sequences ----------------------------------------------------------------------------------
 
