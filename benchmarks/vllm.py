@@ -4,7 +4,7 @@
 those that are not asked are idle: each turn waits until vLLM's threads, which spin for 0.2 s, have stopped.
 
 With `--remote`, vLLM has drafts of our service, too, in a process of its own on the same cores. With `--far`,
-only that is measured: the service on one core and 20 ms away, vLLM on the other one, outcomes prepared and not.
+only that is measured: the service on one core and 20 ms away, vLLM on the other; outcomes prepared or not.
 """
 
 from __future__ import annotations
