@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -20,6 +21,8 @@ import pytest
 import yaml
 
 from specwire.cli import main as cli
+from specwire.vllm import read_options
+from tests.support import manifest_rules
 from tests.support.manifest_rules import HEALTH_SERVICES, ROLES, problems, settings
 from tests.support.manifests import (
     COMPONENT,
@@ -54,6 +57,23 @@ class TestOverlay:
 
     def test_is_explained(self, name: str) -> None:
         assert f"k8s/overlays/{name}" in (ROOT / "docs/kubernetes.md").read_text()
+
+
+def test_vllm_in_place_of_verify_and_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pod is checked as all foreign ones are, and what it is told of drafts as the plug-in reads it."""
+    manifests = Manifests(render(K8S / "vllm"))
+    monkeypatch.setitem(manifest_rules.MAY_REACH, "draft", ("vllm",))
+    assert problems(manifests) == []
+    [pod] = [pod for pod in manifests.pods if pod.labels["app.kubernetes.io/component"] == "vllm"]
+    config = read_options({}, {name: str(value) for name, value in pod.environ.items()})
+    assert config.draft_address == "dns:///draft.specwire:7071"
+    [flag] = [word for word in pod.container["args"] if word.startswith("--speculative-config=")]
+    given = json.loads(flag.partition("=")[2])
+    module, _, name = given["model"].rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    [draft] = [other for other in manifests.pods if other.labels["app.kubernetes.io/component"] == "draft"]
+    assert may_connect(manifests, pod, draft, 7071)
+    assert "k8s/vllm" in (ROOT / "docs/vllm.md").read_text()
 
 
 def test_components_fit_every_overlay(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ METRICS: dict[str, Sequence[Metric[Any]]] = {
 }
 ADDRESSES = ("verify_address", "draft_address", "ray_address", "server")
 """Fields with the address of a peer."""
-OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "RAY_USAGE_STATS_ENABLED"}
+OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR", "RAY_USAGE_STATS_ENABLED"}
 """Of Python's libraries; the rest is ours, or OpenTelemetry's as specwire/telemetry/tracing.py reads it."""
 NOT_OURS = {"specwire-client", "specwire-observer"}
 """Labels that pods of others carry to be let in."""
@@ -452,10 +452,19 @@ def rights(manifests: Manifests) -> Iterator[str]:
             yield f"ServiceAccount {name}: hands out tokens"
 
 
+_RAY = ("verify", "ray-head", "ray-worker")
+MAY_REACH = {
+    "draft": ("coordinator",),
+    "ray-head": _RAY,
+    "ray-worker": _RAY,
+    "verify": ("coordinator", *_RAY),
+}
+"""Who may connect to whom."""
+
+
 def isolation(manifests: Manifests) -> Iterator[str]:
     """Draft and verify are reachable by the coordinator alone, and Ray by verify alone."""
-    ray = ("verify", "ray-head", "ray-worker")
-    allowed = {"draft": ("coordinator",), "ray-head": ray, "ray-worker": ray, "verify": ("coordinator", *ray)}
+    allowed = MAY_REACH
     for server in (pod for pod in manifests.pods if pod.labels[COMPONENT] in allowed):
         strangers = [
             p for p in manifests.pods if p.labels[COMPONENT] not in allowed[server.labels[COMPONENT]]
