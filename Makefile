@@ -174,9 +174,9 @@ slow: setup suites
 test-cluster: setup
 	$(PYTEST) -rA -x -m cluster tests/cluster
 
-# vLLM with drafts of ours, in processes of their own: 6 minutes.
+# vLLM with drafts of ours, in processes of their own: 10 minutes.
 test-vllm: setup peers
-	$(PYTEST) -rA -x -m vllm tests/vllm
+	VLLM=1 $(PYTEST) -rA -x -m vllm tests/vllm
 
 # The recipe of the embedded pair; see specwire/embedded/README.md.
 train: setup
