@@ -173,15 +173,16 @@ def test_a_long_prompt_beside_four_streams() -> None:
     options["coordinator_options"] = {"verify_ahead": False}  # else they are in that pass
     with (
         traced("emulated:step_ms=5,token_us=600", None, **options) as (stack, receiver),
-        ThreadPoolExecutor(4) as pool,
+        ThreadPoolExecutor(5) as pool,
     ):
+        params = SamplingParams(max_tokens=2, seed=9)
+        long = pool.submit(stack.client.generate, params=params, prompt_token_ids=[5, 6, 7] * 500)
+        while not stack.status("verify").num_sequences:  # its pass takes 900 ms
+            assert not long.done()
         streams = [pool.submit(generate, stack, seed=seed, max_tokens=24) for seed in range(4)]
-        long = stack.client.generate(
-            params=SamplingParams(max_tokens=2, seed=9), prompt_token_ids=[5, 6, 7] * 500
-        )
         others = [each.result() for each in streams]
+        check_completion(long.result())
         assert len([stages(root) for root in roots(receiver, 5)]) == 5
-    check_completion(long)
     worst = max(others, key=lambda done: done.timing.verify_queue_ms).timing
     assert to_blame(worst.stages) is Stage.VERIFY_QUEUE, worst
 
