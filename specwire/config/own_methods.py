@@ -1,6 +1,6 @@
 """How a target drafts for itself: all that is known of each method without loading it.
 
-A further one is a `Method` and a flag here, a loader in `verify_service/service.py`, and its code.
+A further one is an `OwnMethod` and a flag here, a loader in `verify_service/service.py`, and its code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DRAFT_MODEL = "draft_model"
 DIR = "DIR"
 
 
-class Method(NamedTuple):
+class OwnMethod(NamedTuple):
     """One of them, besides a draft model.
 
     Attributes:
@@ -39,26 +39,26 @@ class Method(NamedTuple):
 
 
 OWN_METHODS = {
-    HEADS: Method(
+    HEADS: OwnMethod(
         DIR,
         "heads of the target",
         "heads of the target: --draft heads:DIR",
         has_trees=True,
         other_names=("medusa",),
     ),
-    LAYERS: Method(
+    LAYERS: OwnMethod(
         "SKIP",
         "the target less some blocks",
         "blocks that the target can spare: --draft layers:SKIP, or layers:auto",
         lacks="layers",
     ),
-    MTP: Method(
+    MTP: OwnMethod(
         "",
         "its layers for multi-token prediction",
         "a target whose checkpoint has layers for multi-token prediction: --draft mtp",
         may_be_invariant=False,
     ),
-    DFLASH: Method(
+    DFLASH: OwnMethod(
         DIR,
         "a block drafter",
         "a block drafter of the target: --draft dflash:DIR",
