@@ -223,7 +223,7 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         MetricKind.GAUGE,
         "specwire_chosen_draft_tokens_cap",
         "Most draft tokens in a round whose number the coordinator chooses; 0 decodes plainly.",
-        lambda now: now.choice.chosen.cap,
+        lambda now: now.choice.longest,
     ),
     Metric(
         MetricKind.GAUGE,

@@ -97,11 +97,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
         self._choice = SharedChoice(
             lambda: self._admission.num_running,
-            told=lambda: verify.info.costs,
+            told=lambda: (verify.info.costs, draft.info.costs if draft.info else None),
             num_outcomes=config.fixed_outcomes,
             may_prepare=self._may_prepare,
         )
-        self._own_choice = SharedChoice(lambda: self._admission.num_running, told=lambda: verify.info.costs)
+        self._own_choice = SharedChoice(
+            lambda: self._admission.num_running, told=lambda: (verify.info.costs, None)
+        )
         self._kseq_choice = SharedChoice(lambda: self._admission.num_running, num_chains=config.num_chains)
         self._beam_costs = SharedBeamCosts()
         drafts = DraftChoices(

@@ -519,6 +519,7 @@ class Load:
             of its draft, one after another, and each node that these run, of any sequence; both 0 while it
             drafts nothing.
         prefill_ns: what prompts took of the pass of the response, and of the drafts after it.
+        draft_prefill_ns: of this, what they took of the drafts.
     """
 
     num_waiting: int = 0
@@ -529,6 +530,7 @@ class Load:
     draft_pass_ns: int = 0
     draft_node_ns: int = 0
     prefill_ns: int = 0
+    draft_prefill_ns: int = 0
 
     def pass_ns(self, num_sequences: float, num_tokens: float) -> float:
         """A pass of so many tokens, of all its sequences; 0 before it is measured."""

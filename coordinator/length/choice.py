@@ -1,11 +1,12 @@
 """One choice for all streams: the way to decode that promises the most tokens a second.
 
-    rate(way) = max over γ ≤ cap of tokens(γ) / time(way, γ)
+    rate(way) = 1 / (once(way) + min over γ of time(way, γ) / tokens(γ))
 
 Tokens follow from acceptance as measured, times from costs as measured (`round_costs.py`) and from what
-rounds that really ran say of the way itself and of ways with the same causes (`ways.py`). The way with the
-highest rate is taken. Another one is tried instead for a block of rounds where what it may bring, should it
-turn out better, is worth more than what it is expected to lose. Trials have a budget.
+rounds that really ran say of the way itself and of ways with the same causes (`ways.py`); `once` is what the
+draft takes for prompts, by token that is written. The way with the highest rate is taken. Another one is
+tried instead for a block of rounds where what it may bring, should it turn out better, is worth more than
+what it is expected to lose. Trials have a budget.
 
 A way holds for all streams, since what one of them does slows the others. Pure: no clock, no network.
 """
@@ -22,16 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coordinator.generation import Round
-from coordinator.length.round_costs import RoundCosts
-from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Beliefs, Seen, Way
+from coordinator.length.round_costs import Block, RoundCosts
+from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, At, Deviations, Way
 from specwire.core import Load
 from specwire.proposals.estimate.forecast import SharedAcceptance
+from specwire.proposals.estimate.rates import best_length
 
 log = logging.getLogger(__name__)
 
 MAX_OUTCOMES = 32
 """Outcomes that are prepared for where that pays."""
-FIRST_CAP = 4
+FIRST_LENGTH = 4
 """Draft tokens of a round before costs are known."""
 
 _BLOCK_ROUNDS, _MIN_BLOCK_ROUNDS, _MIN_BLOCK_NS = 4, 6, 250_000_000
@@ -84,10 +86,11 @@ class Prospects(NamedTuple):
     unwaited: list[float]  # of rounds that do not wait for their proposals
     plain_ns: float  # a round of plain decoding, of all streams
     hit_rate: float = 0.0  # of those that do not wait
+    longest: int = MAX_CHOSEN  # draft tokens in a row that a stream may choose
 
-    def rate(self, cap: int) -> float:
-        """Most tokens a nanosecond with at most `cap` draft tokens, and at least one unless it is 0."""
-        lengths = range(min(1, cap), cap + 1)
+    def rate(self, most: int) -> float:
+        """Most tokens a nanosecond with 1 to `most` draft tokens."""
+        lengths = range(1, min(most, self.longest) + 1)
         waited = max(self.tokens[n] / self.times[n] for n in lengths)
         if not self.hit_rate:
             return waited
@@ -99,11 +102,13 @@ class Among(NamedTuple):
 
     Attributes:
         ways: the first is taken before costs are known.
-        num_steps: draft tokens one after another, if their number is fixed.
+        most: draft tokens one after another, of whoever judges them.
+        is_fixed: there are always so many.
     """
 
     ways: tuple[Way, ...]
-    num_steps: int | None = None
+    most: int = MAX_CHOSEN
+    is_fixed: bool = False
 
 
 class Compared(NamedTuple):
@@ -123,11 +128,13 @@ class _Held:
         way: at present.
         best: of which the most is expected; another one than `way` during a trial.
         block: the rounds of `way` so far.
+        num_streams: that ran when it began.
     """
 
     way: Way
     best: Way
-    block: Seen
+    block: Block
+    num_streams: int
 
 
 class SharedChoice:
@@ -143,7 +150,8 @@ class SharedChoice:
         num_outcomes: to prepare for; None finds out what pays.
         may_prepare: whether any may be prepared for at present.
         num_chains: of a round, whose length is meant by draft tokens then.
-        told: what the target's passes cost, as it measured before the first request.
+        told: what passes of the target and of the draft cost, as each service measured before the first
+            request; None of what is not known.
     """
 
     def __init__(
@@ -153,14 +161,15 @@ class SharedChoice:
         num_outcomes: int | None = 0,
         may_prepare: Callable[[], bool] = lambda: True,
         num_chains: int = 1,
-        told: Callable[[], Load | None] = lambda: None,
+        told: Callable[[], tuple[Load | None, Load | None]] = lambda: (None, None),
     ) -> None:
         self._num_running, self._may_prepare, self._num_outcomes = num_streams, may_prepare, num_outcomes
         self._told = told
         self.acceptances = {nodes: SharedAcceptance() for nodes in (CHAIN, *TREES)}
-        self.costs, self._beliefs = RoundCosts(num_chains), Beliefs()
+        self.costs, self._deviations = RoundCosts(num_chains), Deviations()
         self._held: dict[Among, _Held] = {}
         self._slowness: dict[Way, float] = {}  # measured over modelled time, by way
+        self._measured: dict[Way, float] = {}  # tokens a nanosecond of a stream, in the last block
         self._prospects: dict[Way, Prospects] = {}
         self._shares = dict.fromkeys((CHAIN, *TREES), 1.0)  # see `_learn_share`
         self._depths = dict.fromkeys(TREES, float(MAX_CHOSEN))  # that trees reach where they may be deeper
@@ -172,30 +181,22 @@ class SharedChoice:
     # --- for planners -------------------------------------------------------------------------------
 
     def among(self, *, has_trees: bool = False, most: int = MAX_CHOSEN) -> Among:
-        """What a stream chooses from whose length is not fixed.
-
-        Args:
-            most: draft tokens one after another, of whoever judges them.
-        """
-        ways = [way for way in WAYS if way.cap <= most and (has_trees or not way.num_nodes)]
-        if ways[-1].cap < most:
-            ways += [Way(CHAIN, most, prepares) for prepares in (False, True)]
-        first_cap, prepares = min(FIRST_CAP, most), bool(self._num_outcomes)
-        first = next(way for way in ways if way.cap == first_cap and way.prepares is prepares)
-        return Among((first, *(way for way in ways if way != first)))
+        """What a stream chooses from whose length is not fixed."""
+        first = Way(True, CHAIN, bool(self._num_outcomes))
+        others = (way for way in WAYS if way != first and (has_trees or not way.num_nodes))
+        return Among((first, *others), most)
 
     def among_fixed(self, num_steps: int, num_nodes: int) -> Among:
         """What a stream chooses from whose length is fixed: whether outcomes are prepared."""
         nodes = next((size for size in (CHAIN, *TREES) if size >= num_nodes), TREES[-1])
-        cap = next((way.cap for way in WAYS if way.num_nodes == nodes and way.cap >= num_steps), MAX_CHOSEN)
-        ways = [Way(nodes, cap, prepares) for prepares in (False, True)]
-        return Among(tuple(ways[:: -1 if self._num_outcomes else 1]), num_steps)
+        ways = tuple(Way(True, nodes, prepares) for prepares in (False, True))
+        return Among(ways[:: -1 if self._num_outcomes else 1], num_steps, is_fixed=True)
 
     def begin_round(self, among: Among) -> tuple[Way, int]:
         """The way of a round of any stream, and how many outcomes are prepared."""
         held = self._held.get(among)
-        if not self.are_known and (load := self._told()) is not None:
-            self.costs.know(load)
+        if not self.are_known:
+            self.costs.know(*self._told())
         if held is None or self._num_streams_changed(held) or (held.way.prepares and not self._may_prepare()):
             held = self._held[among] = self._entered(among, held)
         outcomes = MAX_OUTCOMES if self._num_outcomes is None else self._num_outcomes
@@ -215,10 +216,6 @@ class SharedChoice:
         if way not in self._prospects:
             self._prospects[way] = self._promised(way)
         return self._prospects[way]
-
-    def longest(self, way: Way) -> int:
-        """Most draft tokens one after another: its cap, or what trees of so many nodes reach."""
-        return min(way.cap, max(1, round(self._depths[way.num_nodes]))) if way.num_nodes else way.cap
 
     def add_depth(self, num_nodes: int, num_planned: int, num_steps: int) -> None:
         """A tree that could have been so deep, and how deep it was."""
@@ -260,27 +257,26 @@ class SharedChoice:
         num_rounds = block.num_rounds
         if num_rounds:
             elapsed_ns = min(elapsed_ns, int(_OUTLIER_RATIO * block.time_ns / num_rounds))
-        block.steps[done.num_steps] = block.steps.get(done.num_steps, 0) + 1
-        block.time_ns += elapsed_ns
-        block.num_tokens += len(done.token_ids)
+        block.add(done.num_steps, len(done.token_ids), elapsed_ns)
         self._earned += _TRIAL_SHARE * elapsed_ns / 1e9 / num_streams
         is_enough = num_rounds + 1 >= max(_MIN_BLOCK_ROUNDS, _BLOCK_ROUNDS * num_streams)
         if is_enough and block.time_ns >= _MIN_BLOCK_NS * num_streams:
-            block.at, block.num_sequences = self._now, self.costs.num_sequences
-            if block.steps.get(0, 0) >= _PLAIN_SHARE * block.num_rounds:
-                block.way = PLAIN  # as streams chose for their own texts
-            elif among.num_steps is None:
-                self._learn_share(block)
-            self._beliefs.add(block)
+            self._learn_block(block, among)
             self._held[among] = self._decided(among, held)
 
-    def _learn_share(self, block: Seen) -> None:
+    def _learn_block(self, block: Block, among: Among) -> None:
+        if block.steps.get(0, 0) >= _PLAIN_SHARE * block.num_rounds:
+            block.way = PLAIN  # as streams chose for their own texts
+        elif not among.is_fixed:
+            self._learn_share(block)
+        self._measured[block.way] = block.num_tokens / block.time_ns
+        ratio = block.time_ns / self.costs.modelled_ns(block)
+        self._deviations.add(block.way, ratio, self._at)
+
+    def _learn_share(self, block: Block) -> None:
         """What streams get of what an average text would have brought: each drafts as suits its own."""
-        way = block.way
-        best = max(
-            tokens / self.costs.round_ns(way, n)
-            for n, tokens in enumerate(self._tokens(way.num_nodes)[1 : self.longest(way) + 1], 1)
-        )
+        way, tokens = block.way, self._tokens(block.way.num_nodes)
+        best = max(tokens[n] / self.costs.round_ns(way, n) for n in range(1, self._longest(way, tokens) + 1))
         share = block.num_tokens / self.costs.modelled_ns(block) / best
         weight = block.num_rounds / (block.num_rounds + _SHARE_ROUNDS)
         self._shares[way.num_nodes] += weight * (share - self._shares[way.num_nodes])
@@ -293,8 +289,6 @@ class SharedChoice:
         ways = self._open(among)
         way = before.best if before and before.best in ways else ways[0]
         if self.are_known:
-            if not self._num_rounds:  # what trees bring follows from what chains do
-                ways = [each for each in ways if not each.num_nodes] or ways
             way = ways[int(np.argmax(self._rates(among, ways)[0]))]
             self._prospects.clear()
         is_tried = before is not None and before.way != before.best and before.way in ways
@@ -314,15 +308,16 @@ class SharedChoice:
         if log.isEnabledFor(logging.DEBUG):
             compared = sorted(zip(rates, ways, strict=True), reverse=True)
             log.debug(
-                "%.3f ms a round of %s; now %s; expected tokens/s over the best: %s",
+                "%.3f ms a round of %s, %.2f times as modelled; now %s; expected tokens/s over the best: %s",
                 held.block.time_ns / 1e6 / held.block.num_rounds,
                 held.way,
+                held.block.time_ns / self.costs.modelled_ns(held.block),
                 ways[tried],
                 ", ".join(f"{way} {math.exp(rate - rates[best]):.2f}" for rate, way in compared),
             )
         return self._hold(ways[tried], ways[best])
 
-    def _worth_a_trial(self, rates: Sequence[float], covariance: Any, best: int, block: Seen) -> int:
+    def _worth_a_trial(self, rates: Sequence[float], covariance: Any, best: int, block: Block) -> int:
         """Which to take next: the one of which a trial is worth most, or the best one.
 
         A trial that is too dear now is saved up for: a cheaper one is worth less.
@@ -341,52 +336,59 @@ class SharedChoice:
         return tried
 
     def _hold(self, way: Way, best: Way) -> _Held:
-        return _Held(way, best, Seen(way, self._num_streams, self.costs.num_sequences, self._now))
+        return _Held(way, best, Block(way, self.costs.num_sequences), self._num_streams)
 
     def _open(self, among: Among) -> list[Way]:
         """Ways that may be taken now."""
         if self._num_outcomes == 0 or not self._may_prepare():
             return [way for way in among.ways if not way.prepares]
         if self._num_outcomes is not None:
-            return [way for way in among.ways if way.prepares or not way.cap]
+            return [way for way in among.ways if way.prepares or not way.drafts]
         return list(among.ways)
 
     def _rates(self, among: Among, ways: Sequence[Way]) -> tuple[list[float], Any]:
         """Expected logarithm of tokens a nanosecond by way, and its covariance."""
-        asked = list(dict.fromkeys((PLAIN, *ways)))
-        if self.costs.is_drafted_by_target:
-            self._beliefs.drafted_by_target()
-        slowness, covariance = self._beliefs.of(asked, self._num_streams, self._now, self.costs.modelled_ns)
-        self._slowness.update(zip(asked, np.exp(slowness).tolist(), strict=True))
-        if among.num_steps is None:
-            rates = [math.log(self._expected_rate(way)) for way in ways]
+        if self.costs.is_drafted_by_target and not self._measured:
+            self._deviations = Deviations(in_target=True)
+        slowness, covariance = self._deviations.of([PLAIN, *ways], self._at)
+        self._slowness.update(zip([PLAIN, *ways], np.exp(slowness).tolist(), strict=True))
+        if among.is_fixed:
+            rates = [-math.log(self._slowness[way] * self.costs.round_ns(way, among.most)) for way in ways]
         else:
-            steps = among.num_steps
-            rates = [-math.log(self._slowness[way] * self.costs.round_ns(way, steps)) for way in ways]
-        places = [asked.index(way) for way in ways]
+            rates = [math.log(self._expected_rate(way, among.most)) for way in ways]
         known = [self.acceptances[way.num_nodes].num_added / _KNOWN_ROUNDS for way in ways]
-        unknown = [
-            _UNKNOWN**2 / (1 + share) if way.cap else 0.0 for way, share in zip(ways, known, strict=True)
-        ]
-        return rates, covariance[np.ix_(places, places)] + np.diag(unknown)
+        unknown = [way.drafts * _UNKNOWN**2 / (1 + each) for way, each in zip(ways, known, strict=True)]
+        return rates, covariance[1:, 1:] + np.diag(unknown)
 
-    def _expected_rate(self, way: Way) -> float:
+    def _expected_rate(self, way: Way, most: int = MAX_CHOSEN) -> float:
         """Tokens a nanosecond of a stream."""
-        share = self._shares[way.num_nodes] if way.cap else 1.0
-        return share * self._promised(way).rate(self.longest(way))
+        promised = self._promised(way)
+        if not way.drafts:
+            return 1 / promised.plain_ns
+        return 1 / (self.costs.once_ns + 1 / (self._shares[way.num_nodes] * promised.rate(most)))
 
     def _promised(self, way: Way) -> Prospects:
-        costs, slowness = self.costs, self._slowness.get(way, 1.0)
+        costs, slowness, tokens = self.costs, self._slowness.get(way, 1.0), self._tokens(way.num_nodes)
         plain_ns = self._slowness.get(PLAIN, 1.0) * costs.round_ns(PLAIN, 0)
         lengths = range(1, MAX_CHOSEN + 1)
         drafted = [slowness * costs.round_ns(way, n) for n in lengths]
         unwaited = [plain_ns, *(slowness * costs.unwaited_ns(way, n) for n in lengths)]
         # Where the target drafts for all streams after a pass, one without draft tokens waits for the others.
-        others = 1 - 1 / self._num_streams if way.cap and costs.is_drafted_by_target else 0.0
+        others = 1 - 1 / self._num_streams if way.drafts and costs.is_drafted_by_target else 0.0
         usual_ns = drafted[max(0, round(costs.mean_drafted) - 1)]
-        idle_ns = plain_ns + others * max(0.0, usual_ns - plain_ns)
+        times = [plain_ns + others * max(0.0, usual_ns - plain_ns), *drafted]
         hit_rate = costs.hit_rate(way) if way.prepares else 0.0
-        return Prospects(self._tokens(way.num_nodes), [idle_ns, *drafted], unwaited, plain_ns, hit_rate)
+        return Prospects(tokens, times, unwaited, plain_ns, hit_rate, self._longest(way, tokens))
+
+    def _longest(self, way: Way, tokens: Sequence[float]) -> int:
+        """Most draft tokens of a stream in a row: what trees of so many nodes reach. Where the target drafts
+        for all streams together, each waits for the longest of all: none exceeds what suits an average text.
+        """
+        if way.num_nodes:
+            return max(1, min(MAX_CHOSEN, round(self._depths[way.num_nodes])))
+        if self._num_streams == 1 or not self.costs.is_drafted_by_target:
+            return MAX_CHOSEN
+        return best_length(tokens, [self.costs.round_ns(way, n) for n in range(MAX_CHOSEN + 1)], least=1)
 
     def _tokens(self, num_nodes: int) -> list[float]:
         """Of a shape; one that was never tried is believed to be like the tree nearest to it."""
@@ -399,24 +401,25 @@ class SharedChoice:
         return [1 + _TREE_GAIN * (tokens - 1) for tokens in self.acceptances[CHAIN].tokens()]
 
     def _num_streams_changed(self, held: _Held) -> bool:
-        before, now = held.block.num_streams, self._num_streams
-        return before != now and abs(math.log2(now / before)) >= _NEW_OCTAVES
+        return abs(math.log2(self._num_streams / held.num_streams)) >= _NEW_OCTAVES
 
     # --- what is said of it -------------------------------------------------------------------------
 
     @property
     def chosen(self) -> Way:
         """The latest choice of streams whose length is open, or of any."""
-        return next(
-            (held.way for among, held in self._held.items() if among.num_steps is None),
-            next((held.way for held in self._held.values()), Way(CHAIN, FIRST_CAP)),
-        )
+        held = sorted(self._held.items(), key=lambda item: item[0].is_fixed)
+        return held[0][1].way if held else Way(True)
+
+    @property
+    def longest(self) -> int:
+        """Most draft tokens one after another at present."""
+        return self.prospects(self.chosen).longest if self.chosen.drafts else 0
 
     @property
     def num_outcomes(self) -> int:
         """That are prepared for at present."""
-        chosen = self.chosen
-        if not chosen.prepares or not self._may_prepare():
+        if not self.chosen.prepares or not self._may_prepare():
             return 0
         return MAX_OUTCOMES if self._num_outcomes is None else self._num_outcomes
 
@@ -443,28 +446,29 @@ class SharedChoice:
         """All ways that streams choose among whose length is open; none before costs are known."""
         if not self.are_known:
             return []
-        among = next((among for among in self._held if among.num_steps is None), self.among())
+        among = next((among for among in self._held if not among.is_fixed), self.among())
         held, ways = self._held.get(among), self._open(among)
         rates, _ = self._rates(among, ways)
         return [
-            Compared(way, held is not None and way == held.way, 1e9 * math.exp(rate), self._measured(way))
+            Compared(
+                way,
+                held is not None and way == held.way,
+                1e9 * math.exp(rate),
+                1e9 * self._measured.get(way, 0.0),
+            )
             for way, rate in zip(ways, rates, strict=True)
         ]
-
-    def _measured(self, way: Way) -> float:
-        seen = self._beliefs.last(way)
-        return 1e9 * seen.num_tokens / seen.time_ns if seen else 0.0
 
     @property
     def why_plain(self) -> str:
         """Why an average stream decodes plainly; empty if it does not."""
-        best = next((held.best for among, held in self._held.items() if among.num_steps is None), None)
+        best = next((held.best for among, held in self._held.items() if not among.is_fixed), None)
         if not self.are_known or best is None:
             return ""
         prospects = self.prospects(best)
         times = prospects.unwaited if best.prepares else prospects.times
-        plain = 1 / prospects.plain_ns
-        pays = any(prospects.tokens[n] / times[n] > plain for n in range(1, best.cap + 1))
+        lengths = range(1, prospects.longest + 1 if best.drafts else 1)
+        pays = any(prospects.tokens[n] / times[n] > 1 / prospects.plain_ns for n in lengths)
         return "" if pays else self.why_not
 
     def _reason(self) -> str:
@@ -472,16 +476,19 @@ class SharedChoice:
         measured beside plain decoding."""
         if not self.are_known:
             return ""
-        share, tokens = self.costs.proposal_share(Way(CHAIN, FIRST_CAP)), self.acceptances[CHAIN].tokens()
+        share, tokens = self.costs.proposal_share(Way(True)), self.acceptances[CHAIN].tokens()
         parts = [f"a proposal takes {share:.1f} of a pass"] if share >= _LEAST_SHARE else []
         length = min(max(1, round(self.costs.mean_drafted)), len(tokens) - 1)
         parts.append(f"{tokens[length] - 1:.1f} of its tokens are accepted")
-        drafted = [way for way in self._slowness if way.cap and self._beliefs.last(way)]
-        if self._beliefs.last(PLAIN) and drafted:
-            plain = self._expected_rate(PLAIN)
-            best = max(map(self._expected_rate, drafted))
-            parts.append(f"trials were {best / plain:.2f} times as fast as plain decoding")
+        drafted = [self._expected_rate(way) for way in self._measured if way.drafts]
+        if PLAIN in self._measured and drafted:
+            ratio = max(drafted) / self._expected_rate(PLAIN)
+            parts.append(f"trials were {ratio:.2f} times as fast as plain decoding")
         return f"does not pay here: {', '.join(parts)}"
+
+    @property
+    def _at(self) -> At:
+        return At(self._now, self._num_streams, self.costs.pass_ns)
 
     @property
     def _num_streams(self) -> int:

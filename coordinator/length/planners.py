@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.generation import Plan, Planner, Round
-from coordinator.length.choice import FIRST_CAP, Among, Prospects, SharedChoice
+from coordinator.length.choice import FIRST_LENGTH, Among, Prospects, SharedChoice
 from coordinator.length.ways import MAX_CHOSEN, PLAIN, Way
 from specwire.core import MAX_TREE_NODES
 from specwire.proposals.estimate.forecast import OwnAcceptance
@@ -54,7 +54,7 @@ def choose(tokens: Sequence[float], prospects: Prospects, last: int, *, least: i
     """The length with the highest rate for a stream.
 
     Args:
-        tokens: [cap + 1] that the stream's next round commits with 0, 1, ... draft tokens.
+        tokens: [longest + 1] that the stream's next round commits with 0, 1, ... draft tokens.
         last: the best length of its last round.
         least: 1 while the way is on trial, so that something is drafted.
         prepares: whether outcomes are prepared.
@@ -113,7 +113,8 @@ class _Observer:
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
         way = PLAIN if self._way is None else self._way
-        if done.num_steps and (self._is_adaptive or self._shared.learns_next):
+        is_learnt = done.num_steps and self._shared.learns_next
+        if is_learnt or (self._is_adaptive and way.drafts):  # without draft tokens the text may change, too
             self._text(way.num_nodes).add(done.num_steps, done.outcome.num_accepted)
         self._shared.add(done, way, elapsed_ns)
         if way.num_nodes and done.num_steps and self._is_adaptive:
@@ -175,11 +176,11 @@ class AdaptiveLength(_Observer):
             self._last = 0
         prospects = shared.prospects(way)
         if shared.are_known:
-            tokens = self._text(way.num_nodes).tokens(shared.longest(way))
+            tokens = self._text(way.num_nodes).tokens(min(self.limit, prospects.longest))
             least = int(shared.on_trial(self._among))
             found = choose(tokens, prospects, self._last, least=least, prepares=way.prepares)
         else:
-            found = Length(min(FIRST_CAP, self.limit), min(FIRST_CAP, self.limit), waits=True)
+            found = Length(min(FIRST_LENGTH, self.limit), min(FIRST_LENGTH, self.limit), waits=True)
         self._last, length, waits = found
         if not length:
             return Plan(0, num_outcomes, why_plain=shared.why_not)

@@ -11,9 +11,11 @@ priced as if all streams of the batch drafted as many tokens: a stream is charge
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Round
-from coordinator.length.ways import CHAIN, Seen, Way
+from coordinator.length.ways import CHAIN, MAX_CHOSEN, Way
 from specwire.core import Load
 from specwire.proposals.estimate.costs import CostModel
 from specwire.proposals.estimate.rates import Mean
@@ -33,6 +35,37 @@ _TREE_WIDTH = 8
 """Nodes that a pass of a draft runs of a tree, at most."""
 _FIRST_PROPOSALS = 3
 """After so many, costs are known: the first has a prompt in it."""
+_ONCE_ROUNDS = 200
+"""Rounds over which what prompts take of a draft is averaged, and for which none is assumed at first: about
+twenty requests."""
+
+
+@dataclass
+class Block:
+    """Rounds of a way that are measured together.
+
+    Attributes:
+        num_sequences: of a verify pass, on the average.
+        steps: how many rounds had so many draft tokens one after another.
+        num_tokens: that they committed.
+    """
+
+    way: Way
+    num_sequences: float
+    steps: dict[int, int] = field(default_factory=dict)
+    time_ns: float = 0.0
+    num_tokens: int = 0
+
+    @property
+    def num_rounds(self) -> int:
+        """Of all streams."""
+        return sum(self.steps.values())
+
+    def add(self, num_steps: int, num_tokens: int, elapsed_ns: int) -> None:
+        """A round of any stream."""
+        self.steps[num_steps] = self.steps.get(num_steps, 0) + 1
+        self.num_tokens += num_tokens
+        self.time_ns += elapsed_ns
 
 
 class _Proposals:
@@ -74,20 +107,26 @@ class RoundCosts:
         self._num_chains = num_chains
         self._proposals = {CHAIN: _Proposals()}
         self._num_proposals = 0
-        self._load = Load()
+        self._load, self._told = Load(), Load()
+        self._once_ns = Mean(0.0, num_rounds=_ONCE_ROUNDS, least_rate=1 / _ONCE_ROUNDS)
+        self._round_tokens = Mean(1.0, num_rounds=1, least_rate=1 / _ONCE_ROUNDS)
         self._queue_share = self._network_ns = self.mean_drafted = 0.0
         self._asked_share = {True: 0.0, False: 1.0}  # see `_goes_on`
         self.num_sequences = 1.0
 
-    def know(self, load: Load) -> None:
+    def know(self, target: Load | None, draft: Load | None) -> None:
         """What passes cost, before any round."""
-        if not self._load.base_ns:
-            self._load = load
+        if target is not None and not self._load.base_ns:
+            self._load = target
+        self._told = draft or self._told
 
     def add(self, done: Round, way: Way) -> None:
         """A round of any stream."""
         num_steps, cost = done.num_steps, done.draft_cost
         self._add_verify(done.verify_cost, way, num_steps)
+        if way.drafts:
+            self._once_ns.add(self._prompt_ns(done))
+            self._round_tokens.add(len(done.token_ids))
         if num_steps:
             self._num_proposals += 1
             self.mean_drafted += _RATE * (num_steps - self.mean_drafted)
@@ -117,11 +156,29 @@ class RoundCosts:
         if is_asked:
             self._network_ns += _RATE * (cost.network_ns + cost.handling_ns - self._network_ns)
 
+    def _prompt_ns(self, done: Round) -> float:
+        """What beginnings of sequences took of a draft in a round."""
+        load, cost = done.verify_cost.load, done.draft_cost
+        if self.is_drafted_by_target:
+            return load.draft_prefill_ns if load else 0.0
+        _, prefill_ns = self._proposals[CHAIN].draft.rates
+        return prefill_ns * max(0, cost.num_prefill_tokens - MAX_CHOSEN)
+
+    @property
+    def pass_ns(self) -> float:
+        """Of one token."""
+        return max(1.0, self._load.pass_ns(1, 1))
+
+    @property
+    def once_ns(self) -> float:
+        """What prompts take of the draft, by token that is written."""
+        return self._once_ns.value / self._round_tokens.value
+
     @property
     def are_known(self) -> bool:
         """Whether what passes and proposals cost is known, so that ways can be compared."""
-        load = self._load
-        return load.base_ns > 0 and (load.draft_pass_ns > 0 or self._num_proposals >= _FIRST_PROPOSALS)
+        is_told = self.is_drafted_by_target or self._told.base_ns > 0
+        return self._load.base_ns > 0 and (is_told or self._num_proposals >= _FIRST_PROPOSALS)
 
     @property
     def is_drafted_by_target(self) -> bool:
@@ -139,10 +196,11 @@ class RoundCosts:
         if self.is_drafted_by_target:
             width = _TREE_WIDTH if way.num_nodes else self._num_chains
             return self._load.own_draft_ns(num_steps, self.num_sequences * num_steps * width)
-        draft = self._proposals.get(way.num_nodes, self._proposals[CHAIN]).draft
-        return (draft if draft.base or any(draft.rates) else self._proposals[CHAIN].draft).predict(
-            (num_steps, 1)
-        )
+        shapes = [self._proposals[shape] for shape in (way.num_nodes, CHAIN) if shape in self._proposals]
+        draft = next((each.draft for each in shapes if each.draft.base or any(each.draft.rates)), None)
+        if draft is None:  # as it said, and without a network
+            return num_steps * self._told.pass_ns(self.num_sequences, self.num_sequences)
+        return draft.predict((num_steps, 1))
 
     def hit_rate(self, way: Way) -> float:
         """Of rounds whose outcomes are prepared."""
@@ -168,27 +226,27 @@ class RoundCosts:
         proposal from elsewhere."""
         return not num_steps or self.is_drafted_by_target
 
-    def modelled_ns(self, seen: Seen) -> float:
+    def modelled_ns(self, block: Block) -> float:
         """Of all rounds of a measurement together."""
-        if self.is_drafted_by_target and seen.way.cap:
-            return self._in_step_ns(seen)
+        if self.is_drafted_by_target and block.way.drafts:
+            return self._in_step_ns(block)
         return sum(
-            num_rounds * self.round_ns(seen.way, num_steps, seen.num_sequences)
-            for num_steps, num_rounds in seen.steps.items()
+            num_rounds * self.round_ns(block.way, num_steps, block.num_sequences)
+            for num_steps, num_rounds in block.steps.items()
         )
 
-    def _in_step_ns(self, seen: Seen) -> float:
+    def _in_step_ns(self, block: Block) -> float:
         """Of rounds that the target begins together, once it has drafted as much as any of them has."""
-        total, sizes = seen.num_rounds, sorted(seen.steps)
+        total, sizes = block.num_rounds, sorted(block.steps)
         num_below, longest = 0, 0.0  # the mean of the greatest of as many rounds as there are streams
         for least, size in zip([0, *sizes], sizes, strict=False):
-            longest += (size - least) * (1 - (num_below / total) ** seen.num_sequences)
-            num_below += seen.steps[size]
-        mean = sum(size * num for size, num in seen.steps.items()) / total
-        if seen.way.num_nodes:
-            mean *= seen.way.num_nodes / max(1.0, longest)
-        pass_ns = self._load.pass_ns(seen.num_sequences, seen.num_sequences * (1 + mean))
-        return total * max(1.0, self._outside_ns(pass_ns, longest) + self.proposal_ns(seen.way, longest))
+            longest += (size - least) * (1 - (num_below / total) ** block.num_sequences)
+            num_below += block.steps[size]
+        mean = sum(size * num for size, num in block.steps.items()) / total
+        if block.way.num_nodes:
+            mean *= block.way.num_nodes / max(1.0, longest)
+        pass_ns = self._load.pass_ns(block.num_sequences, block.num_sequences * (1 + mean))
+        return total * max(1.0, self._outside_ns(pass_ns, longest) + self.proposal_ns(block.way, longest))
 
     def _wait_ns(self, way: Way, num_steps: int) -> float:
         """For a proposal: the mean of those that were prepared and those that were not."""

@@ -116,7 +116,7 @@ class Engine:
         self._sequences: set[TokenSequence] = set()
         self._num_opened = 0
         self._num_forks = 0
-        self._num_waiting = self._prefill_ns = 0
+        self._num_waiting = self._prefill_ns = self._draft_prefill_ns = 0
         self._closing = False
         self._costs = costs or CostModel(2)  # of a step: its sequences, its tokens
         self._draft_costs = draft_costs or CostModel(1)  # of a pass of what drafts after a step: its nodes
@@ -291,7 +291,7 @@ class Engine:
         """The load that a job met which has just ended, if one is given, and the fitted cost of steps."""
         pass_ns = (self._costs.base, *self._costs.rates)
         draft_ns = (self._draft_costs.base, *self._draft_costs.rates)
-        costs = map(int, (*pass_ns, *draft_ns, self._prefill_ns))
+        costs = map(int, (*pass_ns, *draft_ns, self._prefill_ns, self._draft_prefill_ns))
         return Load(self._num_waiting, job.batch_size if job else 1, *costs)
 
     # --- on the engine thread ---
@@ -405,6 +405,7 @@ class Engine:
         self._costs.add((len(step.jobs), step.num_tokens), max(1, pass_ns))
         num_lacking = map(operator.sub, step.feeds.num_query, step.feeds.num_rows)
         num_prefill = sum(num for num in num_lacking if num > MAX_CATCH_UP_TOKENS)
+        self._draft_prefill_ns = draft_prefill_ns
         self._prefill_ns = draft_prefill_ns + int(num_prefill * self._costs.rates[1])
         if num_passes:
             self._draft_costs.add((num_nodes / num_passes,), max(1, drafting_ns / num_passes))

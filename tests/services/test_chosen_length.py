@@ -103,7 +103,7 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
         best = max(ways.values(), key=lambda way: way.expected_tokens_per_s)
         assert best.name == "plain"
         assert ways["plain"].measured_tokens_per_s == pytest.approx(best.expected_tokens_per_s, rel=0.5)
-        assert {"chains up to 4", "trees of 32 up to 8"} < ways.keys()
+        assert {"chains", "trees of 32"} < ways.keys()
         assert not any(name.endswith("prepared") for name in ways), "--num-outcomes 0"
         shown = drafts.show(ClientConfig(server=stack.address), colour=False)
         assert re.search(r"\ntokens/s of a stream +chosen +expected +last measured\nplain ", shown)

@@ -11,7 +11,7 @@ from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Planner, Round
 from coordinator.length.choice import SharedChoice
 from coordinator.length.planners import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength
-from coordinator.length.ways import CHAIN, TREES, Way
+from coordinator.length.ways import CHAIN, MAX_CHOSEN, TREES, Way
 from coordinator.servicer import planner_of
 from specwire.core import Load, Outcome, Proposal, Verdict
 
@@ -106,7 +106,7 @@ def test_before_costs_are_known_there_are_chains() -> None:
 
 def test_the_first_request_may_fix_a_tree_though_costs_are_known() -> None:
     """As services tell them when a coordinator connects."""
-    shared = SharedChoice(lambda: 1, told=lambda: Load(0, 1, 10**7, 0, 10**5, 10**6, 10**4))
+    shared = SharedChoice(lambda: 1, told=lambda: (Load(0, 1, 10**7, 0, 10**5, 10**6, 10**4), None))
     assert FixedLength(32, shared, 8).plan().max_depth == 8
     assert shared.are_known
 
@@ -150,13 +150,16 @@ def test_streams_under_rejection_choose_among_chains() -> None:
 
 def test_a_tree_is_believed_to_be_as_deep_as_trees_become() -> None:
     """The draft may find the likeliest nodes in fewer passes than it was allowed."""
-    shared, way = SharedChoice(lambda: 1), Way(64, 16)
-    assert shared.longest(way) == 16
+    shared, way = SharedChoice(lambda: 1), Way(True, 64)
+
+    def longest(way: Way) -> int:
+        return shared._promised(way).longest
+
+    assert longest(way) == MAX_CHOSEN
     for _ in range(20):
-        shared.add_depth(64, shared.longest(way), 9)
-    assert shared.longest(way) == shared.longest(Way(64, 16, prepares=True)) in (9, 10)
-    assert shared.longest(Way(64, 8)) == 8
-    assert shared.longest(Way(32, 16)) == shared.longest(Way(CHAIN, 16)) == 16
+        shared.add_depth(64, longest(way), 9)
+    assert longest(way) == longest(Way(True, 64, prepares=True)) in (9, 10)
+    assert longest(Way(True, 32)) == longest(Way(True)) == MAX_CHOSEN
     for _ in range(40):
-        shared.add_depth(64, shared.longest(way), shared.longest(way))
-    assert shared.longest(way) >= 14, "where they reach what they may, more is tried"
+        shared.add_depth(64, longest(way), longest(way))
+    assert longest(way) >= 14, "where they reach what they may, more is tried"

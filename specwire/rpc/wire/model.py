@@ -157,6 +157,7 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         draft_pass_ns=load.draft_pass_ns,
         draft_node_ns=load.draft_node_ns,
         prefill_ns=load.prefill_ns,
+        draft_prefill_ns=load.draft_prefill_ns,
     )
 
 
@@ -171,6 +172,7 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         message.draft_pass_ns,
         message.draft_node_ns,
         message.prefill_ns,
+        message.draft_prefill_ns,
     )
 
 
