@@ -508,7 +508,7 @@ class Timings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of the verify service, and the cost of its forward passes.
+    """Load of a model service, and the cost of its forward passes.
 
     Attributes:
         num_waiting: requests in its queue when it responded.
@@ -517,7 +517,7 @@ class Load:
             0 before it is measured.
         draft_pass_ns, draft_node_ns: of what the target drafts by itself after a pass: a rate for each pass
             of its draft, one after another, and each node that these run, of any sequence; both 0 while it
-            drafts nothing.
+            drafts nothing. Of a draft service, the same of the passes that its device decodes chains with.
         prefill_ns: what prompts took of the pass of the response, and of the drafts after it.
         draft_prefill_ns: of this, what they took of the drafts.
     """
@@ -636,7 +636,7 @@ class ModelInfo:
         devices: names of the accelerators that run it; empty on a CPU.
         num_cores, num_threads: cores that the service may use, and most that a pass on a CPU uses.
         num_ranks: that the model is spread over; 0 where it is on one device.
-        costs: of a target, what its passes cost, as measured when it was loaded; None if they were not.
+        costs: what its passes cost, as measured when it was loaded; None if they were not.
     """
 
     name: str

@@ -84,7 +84,7 @@ def read_prompts(path: str) -> list[str]:
 async def _tuned(address: str, prompts: list[str], config: TuneConfig, params: SamplingParams) -> str:
     """All tables."""
     async with AsyncClient(address, timeout_s=600.0) as client:
-        target, _ = await client.get_model_info()
+        target, draft = await client.get_model_info()
         drafted = replace(params, num_draft_tokens=_FIXED_TOKENS)
         done = [await client.generate(prompt, replace(drafted, seed=n)) for n, prompt in enumerate(prompts)]
         found = [
@@ -96,6 +96,7 @@ async def _tuned(address: str, prompts: list[str], config: TuneConfig, params: S
     if config.picture:
         _draw(Path(config.picture), status)
     parts = [_costs(target.costs) if target.costs else "passes were not measured"]
+    parts += [_costs(draft.costs, " of the draft")] if draft and draft.costs else []
     parts += [_acceptance(done), _choices(status, {each.num_streams: each for each in found})]
     return "\n\n".join(parts)
 
@@ -122,9 +123,9 @@ async def _measure(
     return found
 
 
-def _costs(load: Load) -> str:
-    """Milliseconds of passes, as the target measured them when it was loaded."""
-    rows = [["ms a pass", *(f"{num} tokens each" for num in _PASS_TOKENS)]]
+def _costs(load: Load, whose: str = "") -> str:
+    """Milliseconds of passes, as the model's service measured them when it was loaded."""
+    rows = [[f"ms a pass{whose}", *(f"{num} tokens each" for num in _PASS_TOKENS)]]
     for num in (1, 4, 16, 64):
         passes = (load.pass_ns(num, num * tokens) / 1e6 for tokens in _PASS_TOKENS)
         rows.append([f"{num} sequences", *(f"{each:.1f}" for each in passes)])

@@ -19,14 +19,14 @@ from specwire import embedded
 from specwire.config.models import EMBEDDED, EMULATED
 from specwire.config.own_methods import DRAFT_MODEL
 from specwire.config.preflight.memory import gigabytes
-from specwire.config.services import ModelServiceConfig
+from specwire.config.services import DraftConfig, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner
 from specwire.engine.grammars.compiler import Grammars, vocabulary
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine, StepHook
-from specwire.engine.measuring import measure, measure_draft
+from specwire.engine.measuring import as_load, measure, measure_draft
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.paced import PacedRunner
 from specwire.engine.place import place
@@ -164,14 +164,17 @@ def start(
     if target_tokenizer is not None:
         tokenizer, end_ids = target_tokenizer, _end_ids(target_tokenizer)
     known = vocabulary(tokenizer, vocab_size or runner.vocab_size, end_ids)
-    # A draft is asked for proposals, whose times coordinators measure; it would prepare more.
-    is_measured = role == "verify" and not (source.startswith(EMULATED) or info.has_encoder)
-    draft: Any = getattr(runner, "drafting", None) if config.own.source == DRAFT_MODEL else None
+    # Where a draft has a drafter of its own, or translates, a draft token is not what a pass costs.
+    is_usual = hook is None and target_tokenizer is None
+    is_measured = is_usual and not (source.startswith(EMULATED) or info.has_encoder)
+    costs = thread.call(lambda: measure(runner)) if is_measured else None
+    draft = _drafting(config, runner) if is_measured else None
+    draft_costs = thread.call(lambda: measure_draft(draft)) if draft is not None else None
     engine = Engine(
         runner,
         decider,
-        costs=thread.call(lambda: measure(runner)) if is_measured else None,
-        draft_costs=thread.call(lambda: measure_draft(draft)) if draft is not None else None,
+        costs=costs if role == "verify" else None,  # a draft that knew them at once would prepare more
+        draft_costs=draft_costs,
         max_num_tokens=config.max_num_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         context_len=info.longest_len,
@@ -183,10 +186,18 @@ def start(
         threads=threads,
     )
     runner.on_loss = engine.check_device
-    costs = engine.load() if is_measured else None
-    info = dataclasses.replace(info, grammars=known is not None, costs=costs)
+    load = as_load(costs, draft_costs) if costs else None
+    info = dataclasses.replace(info, grammars=known is not None, costs=load)
     grammars = Grammars(known) if known else None
     return ModelService(engine, runner, info, config.max_sequences, grammars, files)
+
+
+def _drafting(config: ModelServiceConfig, runner: Any) -> Any:
+    """What drafts after a pass: a target's own draft model, or the device of a draft service, which decodes
+    chains; None without."""
+    if config.own.source == DRAFT_MODEL:
+        return getattr(runner, "drafting", None)
+    return runner if isinstance(config, DraftConfig) and getattr(runner, "can_decode", False) else None
 
 
 def _end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """What passes cost, measured once a model is loaded, so that a coordinator's first choice has something to
 go by.
 
-From then on the engine corrects it with every pass that it runs.
+From then on a target's engine corrects it with every pass that it runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specwire.core import SamplingParams
+from specwire.core import Load, SamplingParams
 from specwire.engine import chosen
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import SequenceCache
@@ -45,7 +45,7 @@ def measure(runner: Runner) -> CostModel:
 
 
 def measure_draft(runner: Any) -> CostModel:
-    """The same of a draft model that runs after the target's passes, by nodes.
+    """The same of a draft model that runs after the target's passes, or goes on after its own, by nodes.
 
     Args:
         runner: a `ModelRunner`.
@@ -54,6 +54,12 @@ def measure_draft(runner: Any) -> CostModel:
     chains = [*_chains_measured(runner)]
     costs.assume(chains or [(each[1:2], each[2]) for each in _measured(runner)])
     return costs
+
+
+def as_load(costs: CostModel, draft_costs: CostModel | None) -> Load:
+    """What both measured, for a handshake."""
+    of_draft = (draft_costs.base, *draft_costs.rates) if draft_costs else ()
+    return Load(0, 1, *map(int, (costs.base, *costs.rates, *of_draft)))
 
 
 def _chains_measured(runner: Any) -> Iterator[tuple[tuple[int], float]]:

@@ -14,11 +14,24 @@ from specwire.config.stack import StackConfig
 from specwire.engine import paced
 from specwire.errors import ConfigError
 from tests.support.harness import local_stack
-from tests.support.pairs import save_target
+from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=12, seed=3, rule=Rule.GUMBEL, ignore_eos=True)
 LEAST_MS = 20
+
+
+@pytest.mark.parametrize("inner", ["", "ngram"])
+def test_both_services_say_what_passes_cost(inner: str, tmp_path: Path) -> None:
+    """As measured at load. A draft with a drafter of its own says nothing: a token is not a pass there."""
+    models = save_target(tmp_path / "target"), save_good_draft(tmp_path / "draft")
+    paces: Any = [{"least_pass_ms": LEAST_MS}, {"least_pass_ms": LEAST_MS / 2, "inner": inner}]
+    with local_stack(*models, verify_options=paces[0], draft_options=paces[1]) as stack:
+        target, draft = stack.client.get_model_info()
+    assert draft is not None
+    found = [info.costs and info.costs.pass_ns(1, 1) / 1e6 for info in (target, draft)]
+    expected = [LEAST_MS, None if inner else LEAST_MS / 2]
+    assert found == [each and pytest.approx(each, rel=0.3) for each in expected]
 
 
 def test_the_text_is_the_same_and_every_pass_takes_its_time(tmp_path: Path) -> None:

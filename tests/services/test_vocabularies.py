@@ -39,6 +39,7 @@ def test_what_is_shared_is_in_the_handshake(pair: tuple[Path, Path]) -> None:
         assert ours.target_tokenizer_fingerprint == theirs.tokenizer_fingerprint != ours.tokenizer_fingerprint
         assert 0.2 < ours.shared_vocab < ours.shared_text < 1
         assert theirs.target_tokenizer_fingerprint == ""
+        assert (theirs.costs is None, ours.costs is None) == (False, True), "a token is not a pass here"
         params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         plain = stack.client.generate(
             "Hello, 世界",
