@@ -198,9 +198,15 @@ class RoundCosts:
             return self._load.own_draft_ns(num_steps, self.num_sequences * num_steps * width)
         shapes = [self._proposals[shape] for shape in (way.num_nodes, CHAIN) if shape in self._proposals]
         draft = next((each.draft for each in shapes if each.draft.base or any(each.draft.rates)), None)
-        if draft is None:  # as it said, and without a network
-            return num_steps * self._told.pass_ns(self.num_sequences, self.num_sequences)
-        return draft.predict((num_steps, 1))
+        return draft.predict((num_steps, 1)) if draft else self._told_ns(num_steps)
+
+    def _told_ns(self, num_steps: float) -> float:
+        """As the draft said: its first pass, and those after it, which may be a loop on its device."""
+        told, num = self._told, self.num_sequences
+        first_ns = told.pass_ns(num, num)
+        if told.draft_pass_ns:
+            return first_ns + told.own_draft_ns(num_steps - 1, num * (num_steps - 1))
+        return num_steps * first_ns
 
     def hit_rate(self, way: Way) -> float:
         """Of rounds whose outcomes are prepared."""
