@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import choice, curve, names, report, single, volume, widen
+from benchmarks import choice, curve, names, report, single, widen
 from benchmarks.__main__ import Target, compare, measure_curve
 from benchmarks.echo import EchoPair
 from benchmarks.names import CONTINUOUS
@@ -292,13 +292,7 @@ def test_the_curve_runs_side_by_side() -> None:
         assert all(series.tokens_per_s[0] > 0 < series.p99_tpot_ms[0] for series in of_all.values())
 
 
-# --- bytes and report -----------------------------------------------------------------------------
-
-
-def test_bytes_of_a_round_with_a_large_vocabulary() -> None:
-    sizes = volume.synthetic()
-    assert sizes["Gumbel or greedy"] < 1024
-    assert sizes["rejection"] < sizes["rejection, all supports at their limit"] < 24 * 1024
+# --- the report -----------------------------------------------------------------------------------
 
 
 def test_a_limit_is_kept_missed_or_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
