@@ -2,7 +2,8 @@
 
 Real services with real models and default flags. For each point (pair, streams, rule) they start anew, and
 the first requests take turns between automatic and plain, so that what is learnt is learnt from nothing. Then
-all settings take turns. A machine's speed wanders within minutes: only ratios within a turn count.
+all settings take turns, every other turn in reverse, since what comes later finds the machine warmer. A
+machine's speed wanders within minutes: only ratios within a turn count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from benchmarks.prompts import PROMPTS
 from specwire import AsyncClient, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.models import EMBEDDED
+from specwire.config.speculative import NGRAM
 from specwire.config.stack import UpConfig
 
 CACHE = Path("build/benchmarks")
@@ -34,6 +36,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     PLAIN: {"num_draft_tokens": 0},
     **{f"{length} tokens": {"num_draft_tokens": length} for length in (2, 4, 8)},
     **{f"tree of {nodes}": {"num_draft_tokens": nodes, "max_depth": 6} for nodes in (16, 32)},
+    NGRAM: {"draft": NGRAM},
     SERVICE: {},
     f"{SERVICE}, 4 tokens": {"num_draft_tokens": 4},
 }
@@ -44,7 +47,14 @@ RULES = {
     "gumbel": SamplingParams(rule=Rule.GUMBEL),
 }
 SHAPES = {"widened": widen.SHAPE_250M, "8b": widen.SHAPE_8B}
-PAIRS = (EMBEDDED, *SHAPES)
+TRAINED = "trained"
+"""Of the embedded pair's shape, and served as that is by default; no choice was ever tuned on it."""
+TRAINED_DIR = CACHE / TRAINED
+TRAINING = (
+    f"python -m benchmarks.embedded.train --out {TRAINED_DIR} --seed 1 --threads 1 --target-seconds 900 "
+    "--draft-seconds 480"
+)
+PAIRS = (EMBEDDED, *SHAPES, TRAINED)
 NUM_TOKENS = 64
 NUM_LEARNING_TOKENS = 1000
 """Of automatic requests; after so many it is to be as good as the best fixed setting."""
@@ -72,6 +82,12 @@ class Measured:
         return statistics.median(a / b for a, b in zip(self.rates[AUTO], self.rates[setting], strict=True))
 
     @property
+    def worst(self) -> float:
+        """Automatic over plain in the worst single turn, learning ones included."""
+        later = [a / b for a, b in zip(self.rates[AUTO], self.rates[PLAIN], strict=True)]
+        return min(self.learning + later)
+
+    @property
     def row(self) -> str:
         """Of a Markdown table."""
         half = len(self.learning) // 2
@@ -79,14 +95,14 @@ class Measured:
         medians = {name: statistics.median(values) for name, values in self.rates.items()}
         best = max((name for name in medians if name != AUTO), key=lambda name: medians[name])
         cells = [*map(str, asdict(self.point).values()), ", ".join(f"{each:.2f}" for each in halves)]
-        cells += [f"{self.over(PLAIN):.2f}", f"{self.over(best):.2f} ({best})"]
+        cells += [f"{self.over(PLAIN):.2f}", f"{self.worst:.2f}", f"{self.over(best):.2f} ({best})"]
         cells += [f"{medians[name]:.0f}" if name in medians else "-" for name in SETTINGS]
         return f"| {' | '.join(cells)} |"
 
 
 COLUMNS = (
     *("pair", "streams", "rule", f"auto / plain, first {NUM_LEARNING_TOKENS} tokens: halves", "after them"),
-    *("auto / best", *(f"{name}, tokens/s" for name in SETTINGS)),
+    *("worst turn", "auto / best", *(f"{name}, tokens/s" for name in SETTINGS)),
 )
 HEADER = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 
@@ -106,6 +122,11 @@ async def rate(client: AsyncClient, params: SamplingParams, num_streams: int, tu
     return sum(len(each.token_ids) for each in done) / (time.monotonic() - started_s)
 
 
+def in_turn(names: Iterable[str], turn: int) -> list[str]:
+    """In reverse every other turn."""
+    return list(names)[:: -1 if turn % 2 else 1]
+
+
 async def measure(address: str, beside: str, point: Point, num_turns: int) -> Measured:
     """All turns of a point, with services that have served nothing yet.
 
@@ -113,20 +134,23 @@ async def measure(address: str, beside: str, point: Point, num_turns: int) -> Me
         beside: address of a stack whose draft is a service; it idles in the turns of the others.
     """
     may_be_tree = point.rule != "rejection"
-    settings = {name: each for name, each in SETTINGS.items() if may_be_tree or "max_depth" not in each}
-    found = Measured(point, rates={name: [] for name in settings})
+    found = Measured(
+        point, rates={name: [] for name, each in SETTINGS.items() if may_be_tree or "max_depth" not in each}
+    )
     params = replace(RULES[point.rule], max_tokens=NUM_TOKENS, ignore_eos=True)
     async with AsyncClient(address, timeout_s=600.0) as client, AsyncClient(beside, timeout_s=600.0) as other:
+
+        async def asked(name: str, turn: int) -> float:
+            served = other if name.startswith(SERVICE) else client
+            return await rate(served, replace(params, **SETTINGS[name]), point.num_streams, turn)
+
         for turn in range(max(4, NUM_LEARNING_TOKENS // (NUM_TOKENS * point.num_streams))):
-            auto = await rate(client, params, point.num_streams, turn)
-            plain = await rate(client, replace(params, num_draft_tokens=0), point.num_streams, turn)
-            found.learning.append(auto / plain)
-            await rate(other, params, point.num_streams, turn)
+            rates = {name: await asked(name, turn) for name in in_turn((AUTO, PLAIN), turn)}
+            found.learning.append(rates[AUTO] / rates[PLAIN])
+            await asked(SERVICE, turn)
         for turn in range(num_turns):
-            for name, setting in settings.items():
-                asked = replace(params, **setting)
-                served = other if name.startswith(SERVICE) else client
-                found.rates[name].append(await rate(served, asked, point.num_streams, turn))
+            for name in in_turn(found.rates, turn):
+                found.rates[name].append(await asked(name, turn))
     return found
 
 
@@ -140,8 +164,17 @@ def config_of(pair: str, device: str) -> UpConfig:
     config = UpConfig(address="127.0.0.1:0", log_level="warning", device=device, draft_device=device)
     if pair == EMBEDDED:
         return config
+    if pair == TRAINED:
+        config = replace(config, dtype="float32", draft_dtype="float32", num_threads=1)
+        return replace(config, target=str(TRAINED_DIR / "target"), draft=str(TRAINED_DIR / "draft"))
     target = widen.cached(embedded.TARGET_DIR, SHAPES[pair], torch.bfloat16, CACHE, device)
     return replace(config, target=str(target), draft=str(embedded.DRAFT_DIR), dtype="bfloat16")
+
+
+def write(out: Path, found: Sequence[Measured]) -> None:
+    """The table, and the figures beside it as JSON."""
+    out.write_text("\n".join([*HEADER, *(each.row for each in found)]) + "\n")
+    out.with_suffix(".json").write_text(json.dumps([asdict(each) for each in found], indent=1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the table here, and figures beside it as JSON")
     args = parser.parse_args(argv)
+    if TRAINED in args.pairs and not (TRAINED_DIR / "evaluation.json").is_file():
+        parser.error(f"{TRAINED_DIR} has no trained pair; make it with `{TRAINING}`")
     print("\n".join(HEADER), flush=True)
     found = []
     for point in points(args.pairs, args.streams, args.rules):
@@ -161,9 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Stack(config) as stack, Stack(replace(config, draft_placement="service")) as other:
             found.append(asyncio.run(measure(stack.address, other.address, point, args.turns)))
         print(found[-1].row, flush=True)
-    if args.out:
-        args.out.write_text("\n".join([*HEADER, *(each.row for each in found)]) + "\n")
-        args.out.with_suffix(".json").write_text(json.dumps([asdict(each) for each in found], indent=1))
+        if args.out:
+            write(args.out, found)
     return 0
 
 

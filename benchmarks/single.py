@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from benchmarks import volume
 from benchmarks.echo import EchoPair
 from benchmarks.names import ASSISTED, ASSISTED_CONSTANT, PLAIN, SPECWIRE
 from benchmarks.report import Report, ratios, summarise, table
@@ -125,7 +124,6 @@ def warm_up(systems: Sequence[System], plan: Plan, temperatures: Sequence[float]
 def report(machine: Mapping[str, str], comparisons: Sequence[Comparison]) -> Report:
     """Rates are medians over repetitions with the least and the greatest."""
     series = next(iter(comparisons[0].series.values()))
-    num_bytes = volume.synthetic()
     about = (
         "One stream; the same prompts, number of tokens, threads for the target and number formats for all "
         f"(draft in float32); {len(series.tokens_per_s)} interleaved repetitions of {len(series.token_ids)} "
@@ -137,9 +135,6 @@ def report(machine: Mapping[str, str], comparisons: Sequence[Comparison]) -> Rep
     details = [
         *(_table(comparison) for comparison in comparisons),
         _overhead(comparisons),
-        f"## Bytes a round\n\nMessages for a vocabulary of {volume.LARGE_VOCABULARY:,}, "
-        f"{volume.NUM_DRAFT_TOKENS} draft tokens, draft and verify links, both ways.\n\n"
-        + table(["rule", "bytes"], [[rule, f"{size:,}"] for rule, size in num_bytes.items()]),
     ]
     return Report(
         name="cpu",
@@ -148,7 +143,7 @@ def report(machine: Mapping[str, str], comparisons: Sequence[Comparison]) -> Rep
         machine=machine,
         about=about,
         details="\n\n".join(details),
-        data={"comparisons": [asdict(each) for each in comparisons], "synthetic_bytes": num_bytes},
+        data={"comparisons": [asdict(each) for each in comparisons]},
     )
 
 

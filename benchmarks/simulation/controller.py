@@ -22,10 +22,10 @@ WIDE_VOCAB = 1 << 22
 ALPHAS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 RTTS_MS = (0.0, 5.0, 20.0, 80.0)
 FIXED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-LEAST_OF_BEST, LEAST_OF_PLAIN = 0.95, 0.98
-LEAST_OF_BEST_ALTERNATING = 1.0
+LEAST_OF_BEST = {"steady texts": 0.95, "alternating texts": 1.0, "shared device": 0.95}
+LEAST_OF_PLAIN = 0.98
 _PLAIN, _CHOSEN = "0", "auto"
-_TARGET_MS, _DRAFT_MS = 30.0, 2.0
+_TARGET, _DRAFT = StepCost(base_ms=30.0), StepCost(base_ms=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,45 @@ ALTERNATING = (Text(alpha=0.95, hard_alpha=0.3, period=300),)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Point:
+    """What is generated, and where.
+
+    Attributes:
+        slowdown: as of `Setting`; over 1 where the draft shares the target's device.
+    """
+
+    text: Text
+    rtt_ms: float
+    num_streams: int = 1
+    slowdown: float = 1.0
+    target: StepCost = _TARGET
+    draft: StepCost = _DRAFT
+
+    @property
+    def kind(self) -> str:
+        """Points of a kind are judged together."""
+        if self.slowdown > 1:
+            return "shared device"
+        return "alternating texts" if self.text.period else "steady texts"
+
+
+SHARED = [
+    Point(
+        text=Text(alpha=0.8),
+        rtt_ms=0.0,
+        num_streams=num_streams,
+        slowdown=2.0,
+        target=StepCost(base_ms=3.0, token_us=300.0),
+        draft=StepCost(base_ms=1.0, token_us=100.0),
+    )
+    for num_streams in (1, 4)
+]
+"""Passes about as long as the embedded pair's on a CPU; two at once have half of its time each."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Tokens/s of one stream at one point.
+    """Tokens/s of all streams of a point.
 
     Attributes:
         plain: without drafts.
@@ -65,8 +102,7 @@ class Choice:
         young: by the adaptive length, while it saw the first half of those.
     """
 
-    text: Text
-    rtt_ms: float
+    point: Point
     plain: float
     fixed: dict[int, float]
     chosen: float
@@ -93,70 +129,83 @@ class Choice:
         return self.young / self.plain
 
 
-def explore(
-    texts: Sequence[Text], rtts_ms: Sequence[float], num_tokens: int, say: Callable[[str], None]
-) -> list[Choice]:
-    """All pairs; of each length `num_tokens` are counted, after half as many, or twice if it learns."""
+def explore(points: Sequence[Point], num_tokens: int, say: Callable[[str], None]) -> list[Choice]:
+    """Of each length `num_tokens` of a stream are counted, after half as many, or twice if it learns."""
     found = []
     names = [_PLAIN, _CHOSEN, *map(str, FIXED)]
     with ProcessPoolExecutor() as pool:
-        for text in texts:
-            for rtt_ms in rtts_ms:
-                measured = pool.map(rates, repeat(text), repeat(rtt_ms), names, repeat(num_tokens))
-                (*_, plain), (young, _, chosen), *fixed = measured
-                by_length = {n: rate for n, (*_, rate) in zip(FIXED, fixed, strict=True)}
-                done = Choice(
-                    text=text, rtt_ms=rtt_ms, plain=plain, fixed=by_length, chosen=chosen, young=young
-                )
-                say(_line(done))
-                found.append(done)
+        for point in points:
+            measured = pool.map(rates, repeat(point), names, repeat(num_tokens))
+            (*_, plain), (young, _, chosen), *fixed = measured
+            by_length = {n: rate for n, (*_, rate) in zip(FIXED, fixed, strict=True)}
+            found.append(Choice(point=point, plain=plain, fixed=by_length, chosen=chosen, young=young))
+            say(_line(found[-1]))
     return found
 
 
-def rates(text: Text, rtt_ms: float, num_draft_tokens: str, num_tokens: int) -> list[float]:
-    """Tokens/s of streams one after the other, the last of which counts."""
+def rates(point: Point, num_draft_tokens: str, num_tokens: int) -> list[float]:
+    """Tokens/s of batches one after the other, the last of which counts."""
     setting = Setting(
-        model=text.model,
-        target=StepCost(base_ms=_TARGET_MS),
-        draft=StepCost(base_ms=_DRAFT_MS),
+        model=point.text.model,
+        target=point.target,
+        draft=point.draft,
+        slowdown=point.slowdown,
         num_draft_tokens=num_draft_tokens,
-        link=Link(rtt_ms=rtt_ms),
+        link=Link(rtt_ms=point.rtt_ms),
         overheads=LEAN,
     )
     warm_up = [num_tokens] * 2 if num_draft_tokens == _CHOSEN else [num_tokens // 2]
-    batches = [[SamplingParams(max_tokens=n, temperature=0, seed=1)] for n in (*warm_up, num_tokens)]
+    params = [SamplingParams(max_tokens=n, temperature=0, seed=1) for n in (*warm_up, num_tokens)]
+    batches = [[each] * point.num_streams for each in params]
     return [workload.tokens_per_s(batch) for batch in workload.completions(setting, batches)]
 
 
 def _line(done: Choice) -> str:
+    point = done.point
     return (
-        f"alpha {done.text}, {done.rtt_ms:g} ms: {done.of_best:.3f} of the best ({done.best_length}), "
-        f"{done.of_plain:.3f} of plain; young {done.young_of_plain:.3f}"
+        f"{point.kind}, streams {point.num_streams}, alpha {point.text}, {point.rtt_ms:g} ms: "
+        f"{done.of_best:.3f} of the best ({done.best_length}), {done.of_plain:.3f} of plain; "
+        f"young {done.young_of_plain:.3f}"
     )
 
 
 def bars(choices: Sequence[Choice]) -> list[Bar]:
     """The worst points."""
-    steady = [done.of_best for done in choices if not done.text.period]
-    turning = [done.of_best for done in choices if done.text.period]
-    named = {
-        "steady texts: chosen over the best fixed length, worst": (steady, LEAST_OF_BEST),
-        "alternating texts: chosen over the best fixed length, worst": (turning, LEAST_OF_BEST_ALTERNATING),
-        "chosen over plain decoding, worst": ([done.of_plain for done in choices], LEAST_OF_PLAIN),
-    }
-    return [
-        Bar(what=what, measured=min(found, default=None), limit=limit, at_least=True)
-        for what, (found, limit) in named.items()
-    ]
+    found = []
+    for kind, least in LEAST_OF_BEST.items():
+        alike = [done for done in choices if done.point.kind == kind]
+        named = {
+            "the best fixed length": ([done.of_best for done in alike], least),
+            "plain decoding": ([done.of_plain for done in alike], LEAST_OF_PLAIN),
+        }
+        for what, (ratios, limit) in named.items():
+            worst = min(ratios, default=None)
+            found.append(
+                Bar(what=f"{kind}: chosen over {what}, worst", measured=worst, limit=limit, at_least=True)
+            )
+    return found
 
 
 def details(choices: Sequence[Choice]) -> str:
     """All points, in tokens/s."""
-    head = ["α", "RTT ms", "plain", "best fixed", "adaptive", "of the best", "of plain", "while it learnt"]
+    head = [
+        "",
+        "streams",
+        "α",
+        "RTT ms",
+        "plain",
+        "best fixed",
+        "adaptive",
+        "of the best",
+        "of plain",
+        "while it learnt",
+    ]
     rows = [
         [
-            done.text,
-            f"{done.rtt_ms:g}",
+            done.point.kind,
+            done.point.num_streams,
+            done.point.text,
+            f"{done.point.rtt_ms:g}",
             f"{done.plain:.1f}",
             f"{max(done.fixed.values()):.1f} (γ = {done.best_length})",
             f"{done.chosen:.1f}",

@@ -35,6 +35,8 @@ _PAGE_SIZE = 16
 _NUM_LIKELY = 4
 _MAX_NUM_TOKENS = 2048
 """As the services' default."""
+_RESOLUTION_S = 1e-9
+"""Of the virtual clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,32 @@ class StepCost:
         """Of a pass over so many tokens of so many sequences."""
         beyond_us = self.sequence_us * (num_sequences - 1) + self.token_us * (num_tokens - 1)
         return self.base_ms / 1e3 + beyond_us / 1e6
+
+
+class Device:
+    """What passes run on; while several do, each takes `slowdown` times as long."""
+
+    def __init__(self, slowdown: float) -> None:
+        self._slowdown, self._num_running = slowdown, 0
+        self._changed = asyncio.Event()
+
+    async def run(self, pass_s: float) -> None:
+        """A pass that takes so long alone."""
+        loop = asyncio.get_running_loop()
+        self._change(1)
+        while pass_s > _RESOLUTION_S:
+            started_s, slowdown = loop.time(), self._slowdown if self._num_running > 1 else 1.0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pass_s * slowdown):
+                    await self._changed.wait()
+            pass_s -= (loop.time() - started_s) / slowdown
+        self._change(-1)
+
+    def _change(self, by: int) -> None:
+        """Wake all passes, to look at their number anew."""
+        self._num_running += by
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class Rows(NamedTuple):
@@ -105,7 +133,7 @@ class _NoThread(ComputeThread):
 class VirtualEngine(Engine):
     """The real engine: only its thread is a task, and its waits are in simulated time."""
 
-    def __init__(self, runner: VirtualRunner, decider: Decider, context_len: int) -> None:
+    def __init__(self, runner: VirtualRunner, decider: Decider, context_len: int, device: Device) -> None:
         super().__init__(
             runner,
             decider,
@@ -116,7 +144,7 @@ class VirtualEngine(Engine):
             prefix_sharing=False,
         )
         self._inbox: _Inbox = _Inbox()
-        self._virtual_runner = runner
+        self._virtual_runner, self._device = runner, device
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -136,7 +164,7 @@ class VirtualEngine(Engine):
         with torch.inference_mode():
             step = self._begin_step(started_ns)
         if step is not None:
-            await asyncio.sleep(self._virtual_runner.step_s)
+            await self._device.run(self._virtual_runner.step_s)
             self._end_step(step, started_ns)
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 from benchmarks.simulation.devices import (
+    Device,
     GreedyDrafts,
     GreedyVerdicts,
     StepCost,
@@ -44,6 +45,7 @@ class Setting:
     Attributes:
         model: the emulated draft; the target is the same with alpha 1.
         target, draft: costs of a pass of each.
+        slowdown: of a pass of either while the other's runs as well; 1 where each has a device of its own.
         num_draft_tokens: a round; `auto` lets the coordinator choose.
         num_outcomes: to prepare for; `auto` lets it find out.
         max_depth: longest path of token trees, 0 for chains; `auto` lets it find out.
@@ -55,6 +57,7 @@ class Setting:
     model: EmulatedModel
     target: StepCost
     draft: StepCost
+    slowdown: float = 1.0
     num_draft_tokens: str = "auto"
     num_outcomes: str = "auto"
     max_depth: str = "auto"
@@ -67,10 +70,12 @@ class Setting:
 class _Service:
     """A model service in a process of its own, on a simulated device."""
 
-    def __init__(self, setting: Setting, model: EmulatedModel, decider: Decider, cost: StepCost) -> None:
+    def __init__(
+        self, setting: Setting, model: EmulatedModel, decider: Decider, cost: StepCost, device: Device
+    ) -> None:
         runner = VirtualRunner(model, cost, exact=setting.exact)
         self.process = Process(setting.overheads.message_ms)
-        self.engine = VirtualEngine(runner, decider, model.context_len)
+        self.engine = VirtualEngine(runner, decider, model.context_len, device)
         self.info = ModelInfo(
             name=f"alpha={model.alpha:g}",
             vocab_size=model.vocab_size,
@@ -84,10 +89,11 @@ class _Service:
 class VerifyService(_Service):
     """The real servicer and engine."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, device: Device) -> None:
         model = replace(setting.model, alpha=1.0, period=0)
         fast = LogitsDecider(GreedyVerdicts(model).consume)
-        super().__init__(setting, model, VerifyDecider() if setting.exact else fast, setting.target)
+        decider = VerifyDecider() if setting.exact else fast
+        super().__init__(setting, model, decider, setting.target, device)
         servicer = VerifyServicer(_NO_TRACING)
         servicer.service = self.service
         self.handler = servicer.Verify
@@ -96,11 +102,11 @@ class VerifyService(_Service):
 class DraftService(_Service):
     """The real servicer, lookahead and engine."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, device: Device) -> None:
         fast = LogitsDecider(GreedyDrafts(setting.model).consume)
         config = DraftConfig(max_outcomes=MAX_NUM_OUTCOMES)
         decider = DraftDecider(config) if setting.exact else fast
-        super().__init__(setting, setting.model, decider, setting.draft)
+        super().__init__(setting, setting.model, decider, setting.draft, device)
         servicer = DraftServicer(
             self.service, _NO_TRACING, max_outcomes=config.max_outcomes, max_support=config.max_support
         )
@@ -122,9 +128,7 @@ class _Replica(Replica):
 class Coordinator:
     """The real servicer, without a server."""
 
-    def __init__(
-        self, setting: Setting, verify: VerifyService, draft: DraftService, tracer: tracing.Tracing
-    ) -> None:
+    def __init__(self, setting: Setting, verify: VerifyService, draft: DraftService) -> None:
         self._setting, self._verify, self._draft = setting, verify, draft
         message_ms = setting.overheads.message_ms
         self._process, self._client_process = Process(message_ms), Process(message_ms)
@@ -143,7 +147,7 @@ class Coordinator:
         verify_pool.check_info(target)
         draft_pool = DraftPool("", Names(), PLAINTEXT, target)
         draft_pool.add(_Replica("draft", draft.info, self._open_draft))
-        self._generate = GenerationServicer(config, verify_pool, draft_pool, None, tracer).Generate
+        self._generate = GenerationServicer(config, verify_pool, draft_pool, None, _NO_TRACING).Generate
 
     def _open_verify(self) -> SharedLink:
         verify, overheads = self._verify, self._setting.overheads
@@ -179,13 +183,11 @@ class Client:
 
     Attributes:
         through: processes that each message costs time.
-        arrivals: moment in seconds and number of tokens of each chunk.
         completion: None while it runs.
     """
 
     def __init__(self) -> None:
         self.through: tuple[Process, ...] = ()
-        self.arrivals: list[tuple[float, int]] = []
         self.completion: generation_pb2.Completion | None = None
 
     async def write(self, message: generation_pb2.GenerateResponse) -> None:
@@ -195,8 +197,6 @@ class Client:
             process.handle_message(now_s)
         if message.HasField("completion"):
             self.completion = message.completion
-        elif message.chunk.tokens:
-            self.arrivals.append((now_s, len(message.chunk.tokens)))
 
     def time_remaining(self) -> None:
         """No deadline."""
@@ -211,11 +211,12 @@ class Client:
 
 
 class World:
-    """The services of a setting, on a virtual loop; the coordinator's spans go to `tracer`."""
+    """The services of a setting, on a virtual loop."""
 
-    def __init__(self, setting: Setting, tracer: tracing.Tracing = _NO_TRACING) -> None:
-        self._services = verify, draft = VerifyService(setting), DraftService(setting)
-        self.coordinator = Coordinator(setting, verify, draft, tracer)
+    def __init__(self, setting: Setting) -> None:
+        device = Device(setting.slowdown)
+        self._services = verify, draft = VerifyService(setting, device), DraftService(setting, device)
+        self.coordinator = Coordinator(setting, verify, draft)
 
     def check(self) -> None:
         """Raise what ended an engine, if anything did."""

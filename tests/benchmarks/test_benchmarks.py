@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import curve, names, report, single, volume, widen
+from benchmarks import choice, curve, names, report, single, widen
 from benchmarks.__main__ import Target, compare, measure_curve
 from benchmarks.echo import EchoPair
 from benchmarks.names import CONTINUOUS
@@ -91,6 +91,27 @@ def test_ratios_are_taken_within_a_repetition() -> None:
     summary = report.summarise([1.65, 1.5, 1.5])
     assert (summary.median, summary.low, summary.high) == (1.5, 1.5, 1.65)
     assert summary.text(2) == "1.50 (1.50 to 1.65)"
+
+
+def test_a_choice_is_judged_by_its_medians_and_by_its_worst_turn(tmp_path: Path) -> None:
+    rates = {name: [8.0, 9.0, 12.0] for name in choice.SETTINGS}
+    rates[choice.PLAIN] = [10.0, 6.0, 6.0]
+    found = choice.Measured(choice.Point("embedded", 1, "greedy"), [0.9, 0.7, 1.0, 1.2], rates)
+    assert (found.over(choice.PLAIN), found.worst) == (1.5, 0.7)
+    assert "| 0.80, 1.10 | 1.50 | 0.70 | 1.00 (" in found.row
+    choice.write(tmp_path / "x.md", [found])
+    header, _, row = (tmp_path / "x.md").read_text().splitlines()
+    assert header.count("|") == row.count("|")
+    assert json.loads((tmp_path / "x.json").read_text())[0]["learning"] == found.learning
+
+
+def test_a_pair_that_is_not_trained_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choice, "TRAINED_DIR", tmp_path)
+    with pytest.raises(SystemExit):
+        choice.main(["--pairs", "embedded", "trained"])
+    assert f"{tmp_path} has no trained pair; make it with `{choice.TRAINING}`" in capsys.readouterr().err
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -271,13 +292,7 @@ def test_the_curve_runs_side_by_side() -> None:
         assert all(series.tokens_per_s[0] > 0 < series.p99_tpot_ms[0] for series in of_all.values())
 
 
-# --- bytes and report -----------------------------------------------------------------------------
-
-
-def test_bytes_of_a_round_with_a_large_vocabulary() -> None:
-    sizes = volume.synthetic()
-    assert sizes["Gumbel or greedy"] < 1024
-    assert sizes["rejection"] < sizes["rejection, all supports at their limit"] < 24 * 1024
+# --- the report -----------------------------------------------------------------------------------
 
 
 def test_a_limit_is_kept_missed_or_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.simulation import controller, virtual_time, workload
 from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
-from benchmarks.simulation.devices import StepCost
+from benchmarks.simulation.devices import Device, StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Setting
 from specwire import SamplingParams
@@ -70,8 +70,9 @@ def test_what_would_wait_for_ever_is_an_error() -> None:
 @pytest.mark.slow
 def test_a_simulation_repeats_itself() -> None:
     world = setting(0.7, "auto", num_outcomes="auto", link=Link(rtt_ms=20, jitter_ms=4), overheads=LEAN)
-    first, again = (workload.steady(world, 4, warm_up_s=1, measured_s=1) for _ in range(2))
-    assert first == again
+    params = [SamplingParams(max_tokens=100, temperature=0, seed=0)] * 4
+    first, again = (workload.completions(world, [params]) for _ in range(2))
+    assert [done.timing for done in first[0]] == [done.timing for done in again[0]]
 
 
 @pytest.mark.sample(1)
@@ -156,15 +157,34 @@ def test_prepared_outcomes_hide_twenty_milliseconds() -> None:
 def test_a_full_target_is_never_slower_for_speculation() -> None:
     """A token costs as much in a batch as by itself: nothing is to be won, and next to nothing is lost."""
     full = {"target": StepCost(base_ms=2, token_us=1000), "overheads": LEAN}
-    plain = workload.steady(setting(0.7, "0", **full), 64, warm_up_s=1, measured_s=3)
-    chosen = workload.steady(setting(0.7, "auto", **full), 64, warm_up_s=7, measured_s=13)  # with a trial
-    assert chosen.tokens_per_s > 0.97 * plain.tokens_per_s
-    assert chosen.num_draft_tokens < 0.3
+    batches = [[SamplingParams(max_tokens=n, temperature=0, seed=0)] * 64 for n in (100, 200)]  # with a trial
+    (_, plain), (_, chosen) = (
+        workload.completions(setting(0.7, length, **full), batches) for length in ("0", "auto")
+    )
+    assert workload.tokens_per_s(chosen) > 0.97 * workload.tokens_per_s(plain)
+    rounds = [done.speculation for done in chosen]
+    assert sum(each.num_draft_tokens for each in rounds) < 0.3 * sum(each.num_rounds for each in rounds)
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_passes_on_one_device_slow_each_other_while_both_run(num_passes: int) -> None:
+    """Of 2 and 6 ms: the long one is alone again for its last 4 ms."""
+
+    async def ends_s(device: Device, pass_s: float) -> float:
+        await device.run(pass_s)
+        return asyncio.get_running_loop().time()
+
+    async def main() -> list[float]:
+        device = Device(slowdown=2.0)
+        return await asyncio.gather(*(ends_s(device, pass_s) for pass_s in (0.006, 0.002)[:num_passes]))
+
+    assert virtual_time.run(main()) == pytest.approx([[0.006], [0.008, 0.004]][num_passes - 1])
 
 
 def test_the_referee_compares_what_is_chosen_with_fixed_lengths() -> None:
-    (found,) = controller.explore([controller.Text(alpha=0.8)], [0.0], 60, lambda _: None)
+    (found,) = controller.explore(controller.SHARED[:1], 60, lambda _: None)
     assert found.best_length in controller.FIXED
     assert 0.5 < found.of_best < 3  # trees are chosen, too
-    assert [bar.measured for bar in controller.bars([found])] == [found.of_best, None, found.of_plain]
+    measured = [bar.measured for bar in controller.bars([found])]
+    assert measured == [*[None] * 4, found.of_best, found.of_plain]
     assert f"(γ = {found.best_length})" in controller.details([found])
