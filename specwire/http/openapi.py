@@ -70,6 +70,7 @@ def described(operations: Sequence[Operation], model: str) -> Json:
 _ABOUT = "OpenAI's API with vLLM's extensions. Unknown parameters are refused by name."
 _STRING: Json = {"type": "string"}
 _INTEGER: Json = {"type": "integer"}
+_NUMBER: Json = {"type": "number"}
 _LIST: Json = {"type": "array"}
 
 
@@ -92,6 +93,9 @@ MODEL = {
 MODELS = {"object": _STRING, "data": _LIST | {"items": _object(MODEL)}}
 TOKENS = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _LIST | {"items": _INTEGER}}
 TEXT = {"prompt": _STRING}
+WAY = {"name": _STRING, "is_chosen": {"type": "boolean"}}
+WAY |= {"expected_tokens_per_s": _NUMBER, "measured_tokens_per_s": _NUMBER}
+WAYS = {"why_plain": _STRING, "num_workers": _INTEGER, "ways": _LIST | {"items": _object(WAY)}}
 VERSION = {"version": _STRING}
 HEALTH = {"status": _STRING}
 DOCUMENT = {"openapi": _STRING, "paths": {"type": "object"}}
