@@ -18,7 +18,7 @@ from specwire import AsyncClient, __version__
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import docs, openapi, page, spans
-from specwire.http.access import mark_refused
+from specwire.http.access import NO_RESPONSE, mark_refused
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import CompletionAnswer
 from specwire.http.bodies.chat import ChatBody
@@ -75,20 +75,9 @@ class Front:
         """All that is served, in the order of the documentation."""
         tokens, get, post = self._tokens, "GET", "POST"
         return [
-            Operation(
-                post, "/v1/completions", self.completions, CompletionBody, openapi.COMPLETION, may_stream=True
-            ),
-            Operation(
-                post,
-                "/v1/chat/completions",
-                self.chat_completions,
-                ChatBody,
-                openapi.COMPLETION,
-                may_stream=True,
-            ),
-            Operation(
-                post, "/v1/responses", self.responses, ResponsesBody, openapi.RESPONSE, may_stream=True
-            ),
+            Operation(post, "/v1/completions", self.completions, CompletionBody, openapi.COMPLETION),
+            Operation(post, "/v1/chat/completions", self.chat_completions, ChatBody, openapi.COMPLETION),
+            Operation(post, "/v1/responses", self.responses, ResponsesBody, openapi.RESPONSE),
             Operation(get, "/v1/models", self.list_models, answer=openapi.MODELS),
             Operation(get, "/v1/models/{name:path}", self.get_model, answer=openapi.MODEL),
             Operation(post, "/tokenize", tokens.tokenize, TokenizeBody, openapi.TOKENS),
@@ -238,4 +227,4 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 
 async def _leave(request: Request, error: Exception) -> Response:
     """The client has disconnected: the response is not read."""
-    return Response(status_code=499)
+    return Response(status_code=NO_RESPONSE)

@@ -7,18 +7,20 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.completion import Chunk, Completion
+from specwire.completion import Completion
 from specwire.http import beams, spans
 from specwire.http.access import mark_refused
+from specwire.http.answers import Answer, Json
 from specwire.http.bodies.generating import Sampled
 from specwire.http.choices import Caller, Choice, Event, running
 from specwire.http.errors import api_error
+from specwire.http.responses import ResponsesAnswer
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -33,43 +35,12 @@ def refusal(error: Exception) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
-Json = dict[str, Any]
 Events = Json | Sequence[Json] | None
 """To be sent: one, several or none. One with a `type` is sent under its name."""
 
 
-class Answered(Protocol):
-    """One response in the form of its API, such as an `answers.Answer`.
-
-    Attributes:
-        end: of a stream that ends well.
-    """
-
-    end: bytes
-
-    def first(self, index: int) -> Events:
-        """What precedes a choice's first chunk."""
-        ...
-
-    def chunk(self, index: int, chunk: Chunk) -> Events:
-        """A chunk of a choice."""
-        ...
-
-    def finish(self, index: int, completion: Completion) -> Events:
-        """The end of a choice."""
-        ...
-
-    def usage(self, completions: Sequence[Completion]) -> Events:
-        """The end of a stream that includes usage."""
-        ...
-
-    def error(self, told: Json) -> Json:
-        """The end of a stream that fails, given the body of the error's response."""
-        ...
-
-    def whole(self, completions: Sequence[Completion]) -> Json:
-        """The response that is not streamed."""
-        ...
+Answered = Answer | ResponsesAnswer
+"""One response in the form of its API."""
 
 
 class Exchange(Response):

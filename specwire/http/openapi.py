@@ -15,7 +15,6 @@ from specwire.http.bodies import part
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/"
-_HTML = {"text/html": {"schema": {"type": "string"}}}
 
 
 class Operation(NamedTuple):
@@ -26,7 +25,6 @@ class Operation(NamedTuple):
         body: what it reads; None without one.
         answer: the fields that its JSON always has, with their types; None if it answers with something else.
         content: the media type of that.
-        may_stream: whether `stream` has it answer with server-sent events.
         is_open: whether it needs no token.
     """
 
@@ -36,7 +34,6 @@ class Operation(NamedTuple):
     body: type[part.RequestBody] | None = None
     answer: Json | None = None
     content: str = "application/json"
-    may_stream: bool = False
     is_open: bool = False
 
 
@@ -104,7 +101,7 @@ DOCUMENT = {"openapi": _STRING, "paths": {"type": "object"}}
 def _operation(operation: Operation) -> Json:
     schema = _STRING if operation.answer is None else _object(operation.answer)
     answers = {operation.content: {"schema": schema}}
-    if operation.may_stream:
+    if operation.body is not None and "stream" in operation.body.model_fields:
         answers["text/event-stream"] = {"schema": _STRING}
     error = {"description": "an error", "content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
     told: Json = {
