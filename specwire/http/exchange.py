@@ -51,12 +51,7 @@ class Exchange(Response):
     """
 
     def __init__(
-        self,
-        client: AsyncClient,
-        choices: Sequence[Choice],
-        caller: Caller,
-        answer: Answered,
-        body: Sampled,
+        self, client: AsyncClient, choices: Sequence[Choice], caller: Caller, answer: Answered, body: Sampled
     ) -> None:
         super().__init__()
         self._client = client
@@ -77,15 +72,15 @@ class Exchange(Response):
         )
         async with choices as events:
             try:
-                first = await anext(events)
-                if not self._body.streams:
-                    self._completions |= {i: done async for i, done in _completions(first, events)}
+                first = await anext(events) if self._body.streams else None
+                if first is None:
+                    self._completions = {i: each async for i, each in events if isinstance(each, Completion)}
             except Exception as error:
                 spans.mark(self._caller.span, error)
                 mark_refused(scope, error)
                 await refusal(error)(scope, receive, send)
                 return
-            if self._body.streams:
+            if first is not None:
                 await self._stream(first, events, send)
             else:
                 choices_of = (beams.choices_of(each) for each in self._in_order())
@@ -117,14 +112,6 @@ class Exchange(Response):
 
     def _in_order(self) -> list[Completion]:
         return [self._completions[index] for index in range(len(self._choices))]
-
-
-async def _completions(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, Completion]]:
-    if isinstance(first[1], Completion):
-        yield first[0], first[1]
-    async for index, event in events:
-        if isinstance(event, Completion):
-            yield index, event
 
 
 async def _send_events(send: Send, events: Events) -> None:

@@ -79,14 +79,8 @@ COMPLETION = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _S
 COMPLETION |= {"choices": _LIST, "usage": {"type": "object"}, "specwire": _LIST}
 RESPONSE = {"id": _STRING, "object": _STRING, "created_at": _INTEGER, "model": _STRING}
 RESPONSE |= {"status": _STRING, "output": _LIST, "usage": {"type": "object"}}
-MODEL = {
-    "id": _STRING,
-    "object": _STRING,
-    "created": _INTEGER,
-    "owned_by": _STRING,
-    "max_model_len": _INTEGER,
-    "specwire": {"type": "object"},
-}
+MODEL = {"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING}
+MODEL |= {"max_model_len": _INTEGER, "specwire": {"type": "object"}}
 MODELS = {"object": _STRING, "data": _LIST | {"items": _object(MODEL)}}
 TOKENS = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _LIST | {"items": _INTEGER}}
 TEXT = {"prompt": _STRING}
