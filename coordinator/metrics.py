@@ -239,6 +239,13 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         ("way",),
     ),
     Metric(
+        MetricKind.GAUGE,
+        "specwire_measured_tokens_per_second",
+        "Tokens a second of a stream as last measured of each way to draft; 0 if it never ran.",
+        lambda now: {(str(each.way),): each.measured_rate for each in now.choice.compared()},
+        ("way",),
+    ),
+    Metric(
         MetricKind.COUNTER,
         "specwire_trials_total",
         "Trials of another way to draft, by cap, outcomes and shape of proposals, that have begun.",

@@ -77,6 +77,8 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
     parts = [table([_HEAD, *found], colour)]
     if status.ways:
         parts.append(table([_WAY_HEAD, *ways(status)], colour))
+    if status.why_plain:
+        parts.append(f"Decoded plainly: {status.why_plain}.")
     if draft and draft.learning:
         parts.append(learnt(draft))
     if status.num_workers > 1:

@@ -267,16 +267,17 @@ class AsyncClient:
         return await fetch(target, page)
 
     async def get_status(
-        self, *, if_num_streams: Sequence[int] = (), timeout_s: float = 10.0
+        self, *, if_num_streams: Sequence[int] = (), timeout_s: float = 10.0, token: str = ""
     ) -> generation_pb2.GetStatusResponse:
         """The coordinator's current status.
 
         Args:
             if_num_streams: numbers of streams to say for how it would draft.
+            token: as for `stream`.
         """
         request = generation_pb2.GetStatusRequest(if_num_streams=if_num_streams)
         status: generation_pb2.GetStatusResponse = await self._endpoints.unary(
-            "GetStatus", request, arguments.timeout(timeout_s)
+            "GetStatus", request, arguments.timeout(timeout_s), self._authorization(token)
         )
         return status
 
@@ -405,10 +406,12 @@ class Client:
         return self._run(self._client.get_tokenizer(timeout_s=timeout_s, token=token))
 
     def get_status(
-        self, *, if_num_streams: Sequence[int] = (), timeout_s: float = 10.0
+        self, *, if_num_streams: Sequence[int] = (), timeout_s: float = 10.0, token: str = ""
     ) -> generation_pb2.GetStatusResponse:
         """See `AsyncClient.get_status`."""
-        return self._run(self._client.get_status(if_num_streams=if_num_streams, timeout_s=timeout_s))
+        return self._run(
+            self._client.get_status(if_num_streams=if_num_streams, timeout_s=timeout_s, token=token)
+        )
 
     async def _end(self) -> None:
         """Close the channel, and let other threads' calls end before the loop stops."""

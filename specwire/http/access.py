@@ -19,8 +19,8 @@ _SAMPLED = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 _MAX_PATH_LEN = 256
 _REFUSED = "specwire.refused"
 """Key of a scope: why its request was refused."""
-_NO_RESPONSE = 499
-"""The status of a request whose client left before its response began, as nginx writes it."""
+NO_RESPONSE = 499
+"""The status of a request whose client left before its response began, as nginx writes it; never sent."""
 
 
 def mark_refused(scope: Scope, error: Exception) -> None:
@@ -33,25 +33,28 @@ def mark_refused(scope: Scope, error: Exception) -> None:
 
 
 class AccessEntry:
-    """What is logged of one request."""
+    """What is logged of one request.
+
+    Attributes:
+        status: of its response so far.
+        is_complete: whether all of that was sent.
+    """
 
     def __init__(self, scope: Scope, request_id: str) -> None:
         self._scope = scope
         self._request_id = request_id
         self._began_ns = time.perf_counter_ns()
-        self._status = _NO_RESPONSE
+        self.status = NO_RESPONSE
+        self.is_complete = False
         self._num_bytes = 0
 
     def see(self, message: Message) -> None:
         """A part of its response is sent."""
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
+        elif message["type"] == "http.response.body":
+            self.is_complete = not message.get("more_body", False)
         self._num_bytes += len(message.get("body", b""))
-
-    @property
-    def status(self) -> int:
-        """Of its response so far."""
-        return self._status
 
     @property
     def duration_s(self) -> float:
@@ -65,7 +68,7 @@ class AccessEntry:
         fields = {
             "method": self._scope["method"],
             "path": self._scope["raw_path"].decode("latin-1")[:_MAX_PATH_LEN],  # escaped, as it came
-            "status": self._status,
+            "status": self.status,
             "duration_ms": round(self.duration_s * 1e3, 1),
             "bytes": self._num_bytes,
             "client": address_kind((self._scope.get("client") or ("",))[0]),

@@ -28,6 +28,9 @@ class Answer(ABC):
     Args:
         model: its name.
         spell: text of a token; None if the request asks for no log probabilities.
+
+    Attributes:
+        end: of a stream that ends well.
     """
 
     def __init__(self, body: Body, model: str, spell: Spell | None) -> None:
@@ -150,9 +153,13 @@ class ChatAnswer(Answer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
+    first_content: str | None = ""
+
     def first(self, index: int) -> Json:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
-        return self._piece([choice | {"logprobs": None, "finish_reason": None}])
+        return self._piece([self._only(index, {"role": "assistant", "content": self.first_content})])
+
+    def _only(self, index: int, delta: Json, reason: str | None = None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
     def _part(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}

@@ -18,7 +18,7 @@ from specwire import AsyncClient, __version__
 from specwire.config.client import HttpConfig
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
 from specwire.http import docs, openapi, page, spans
-from specwire.http.access import mark_refused
+from specwire.http.access import NO_RESPONSE, mark_refused
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import CompletionAnswer
 from specwire.http.bodies.chat import ChatBody
@@ -39,8 +39,9 @@ from specwire.http.spans import Traced
 from specwire.http.tokens import TokenEndpoints
 from specwire.http.tools.answer import chat_answer
 from specwire.telemetry.tracing import Tracing
+from specwire.v1 import generation_pb2
 
-_HEALTH_TIMEOUT_S = 2.0
+_STATUS_TIMEOUT_S = 2.0
 Wanted = TypeVar("Wanted", bound=Sampled)
 
 
@@ -74,25 +75,15 @@ class Front:
         """All that is served, in the order of the documentation."""
         tokens, get, post = self._tokens, "GET", "POST"
         return [
-            Operation(
-                post, "/v1/completions", self.completions, CompletionBody, openapi.COMPLETION, may_stream=True
-            ),
-            Operation(
-                post,
-                "/v1/chat/completions",
-                self.chat_completions,
-                ChatBody,
-                openapi.COMPLETION,
-                may_stream=True,
-            ),
-            Operation(
-                post, "/v1/responses", self.responses, ResponsesBody, openapi.RESPONSE, may_stream=True
-            ),
+            Operation(post, "/v1/completions", self.completions, CompletionBody, openapi.COMPLETION),
+            Operation(post, "/v1/chat/completions", self.chat_completions, ChatBody, openapi.COMPLETION),
+            Operation(post, "/v1/responses", self.responses, ResponsesBody, openapi.RESPONSE),
             Operation(get, "/v1/models", self.list_models, answer=openapi.MODELS),
             Operation(get, "/v1/models/{name:path}", self.get_model, answer=openapi.MODEL),
             Operation(post, "/tokenize", tokens.tokenize, TokenizeBody, openapi.TOKENS),
             Operation(post, "/detokenize", tokens.detokenize, DetokenizeBody, openapi.TEXT),
             Operation(get, "/health", self.health, answer=openapi.HEALTH, is_open=True),
+            Operation(get, "/ways", self.ways, answer=openapi.WAYS),
             Operation(get, "/version", self.version, answer=openapi.VERSION),
             Operation(get, "/metrics", self._metrics.metrics, content="text/plain"),
             Operation(get, "/openapi.json", self.openapi, answer=openapi.DOCUMENT),
@@ -119,15 +110,19 @@ class Front:
     async def health(self, request: Request) -> Response:
         """200 while the coordinator answers, even if it requires a token; needs none itself."""
         try:
-            await self._statuses.get(None)
+            await self._statuses.get("")
         except (ServiceUnavailableError, DeadlineExceededError) as error:
             return JSONResponse({"status": "unavailable", "reason": error.status.lower()}, status_code=503)
         except SpecwireError:
             pass
         return JSONResponse({"status": "ok"})
 
-    async def _ask_status(self, _: None) -> None:
-        await self._client.get_status(timeout_s=_HEALTH_TIMEOUT_S)
+    async def ways(self, request: Request) -> Response:
+        """Ways to draft that are chosen among for requests that leave it open."""
+        return JSONResponse(_ways(await self._statuses.get(caller_of(request).token)))
+
+    async def _ask_status(self, token: str) -> generation_pb2.GetStatusResponse:
+        return await self._client.get_status(timeout_s=_STATUS_TIMEOUT_S, token=token)
 
     async def version(self, request: Request) -> Response:
         """That of this package; a caller needs a token where the coordinator requires one."""
@@ -207,6 +202,16 @@ def _model(model: ServedModel, created: int) -> dict[str, Any]:
     }
 
 
+def _ways(status: generation_pb2.GetStatusResponse) -> dict[str, Any]:
+    """The most promising first."""
+    found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)
+    return {
+        "why_plain": status.why_plain,
+        "num_workers": status.num_workers,
+        "ways": [{field.name: getattr(way, field.name) for field in way.DESCRIPTOR.fields} for way in found],
+    }
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     spans.mark(request.scope["specwire.span"], error)
     mark_refused(request.scope, error)
@@ -222,4 +227,4 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
 
 async def _leave(request: Request, error: Exception) -> Response:
     """The client has disconnected: the response is not read."""
-    return Response(status_code=499)
+    return Response(status_code=NO_RESPONSE)

@@ -75,11 +75,8 @@ def http_status(error: Exception) -> int:
     """The status of an error's response."""
     if isinstance(error, ApiError):
         return error.status
-    return (
-        _BY_STATUS[error.status][0]
-        if isinstance(error, SpecwireError) and error.status in _BY_STATUS
-        else 500
-    )
+    known = _BY_STATUS.get(error.status) if isinstance(error, SpecwireError) else None
+    return known[0] if known else 500
 
 
 def api_error(error: Exception) -> ApiError:

@@ -7,18 +7,20 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.completion import Chunk, Completion
+from specwire.completion import Completion
 from specwire.http import beams, spans
 from specwire.http.access import mark_refused
+from specwire.http.answers import Answer, Json
 from specwire.http.bodies.generating import Sampled
 from specwire.http.choices import Caller, Choice, Event, running
 from specwire.http.errors import api_error
+from specwire.http.responses import ResponsesAnswer
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -33,43 +35,12 @@ def refusal(error: Exception) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
-Json = dict[str, Any]
 Events = Json | Sequence[Json] | None
 """To be sent: one, several or none. One with a `type` is sent under its name."""
 
 
-class Answered(Protocol):
-    """One response in the form of its API, such as an `answers.Answer`.
-
-    Attributes:
-        end: of a stream that ends well.
-    """
-
-    end: bytes
-
-    def first(self, index: int) -> Events:
-        """What precedes a choice's first chunk."""
-        ...
-
-    def chunk(self, index: int, chunk: Chunk) -> Events:
-        """A chunk of a choice."""
-        ...
-
-    def finish(self, index: int, completion: Completion) -> Events:
-        """The end of a choice."""
-        ...
-
-    def usage(self, completions: Sequence[Completion]) -> Events:
-        """The end of a stream that includes usage."""
-        ...
-
-    def error(self, told: Json) -> Json:
-        """The end of a stream that fails, given the body of the error's response."""
-        ...
-
-    def whole(self, completions: Sequence[Completion]) -> Json:
-        """The response that is not streamed."""
-        ...
+Answered = Answer | ResponsesAnswer
+"""One response in the form of its API."""
 
 
 class Exchange(Response):
@@ -80,12 +51,7 @@ class Exchange(Response):
     """
 
     def __init__(
-        self,
-        client: AsyncClient,
-        choices: Sequence[Choice],
-        caller: Caller,
-        answer: Answered,
-        body: Sampled,
+        self, client: AsyncClient, choices: Sequence[Choice], caller: Caller, answer: Answered, body: Sampled
     ) -> None:
         super().__init__()
         self._client = client
@@ -106,15 +72,15 @@ class Exchange(Response):
         )
         async with choices as events:
             try:
-                first = await anext(events)
-                if not self._body.streams:
-                    self._completions |= {i: done async for i, done in _completions(first, events)}
+                first = await anext(events) if self._body.streams else None
+                if first is None:
+                    self._completions = {i: each async for i, each in events if isinstance(each, Completion)}
             except Exception as error:
                 spans.mark(self._caller.span, error)
                 mark_refused(scope, error)
                 await refusal(error)(scope, receive, send)
                 return
-            if self._body.streams:
+            if first is not None:
                 await self._stream(first, events, send)
             else:
                 choices_of = (beams.choices_of(each) for each in self._in_order())
@@ -146,14 +112,6 @@ class Exchange(Response):
 
     def _in_order(self) -> list[Completion]:
         return [self._completions[index] for index in range(len(self._choices))]
-
-
-async def _completions(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, Completion]]:
-    if isinstance(first[1], Completion):
-        yield first[0], first[1]
-    async for index, event in events:
-        if isinstance(event, Completion):
-            yield index, event
 
 
 async def _send_events(send: Send, events: Events) -> None:

@@ -67,14 +67,11 @@ class Labelled:
         self._is_lenient = is_lenient
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
         ignored = Ignored() if self._is_lenient else None
         scope["specwire.request_id"], scope["specwire.ignored"] = request_id, ignored
-        entry = AccessEntry(scope, request_id)
+        entry = scope["specwire.entry"] = AccessEntry(scope, request_id)
 
         async def send_labelled(message: Message) -> None:
             if message["type"] == "http.response.start":

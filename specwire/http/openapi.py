@@ -15,7 +15,6 @@ from specwire.http.bodies import part
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/"
-_HTML = {"text/html": {"schema": {"type": "string"}}}
 
 
 class Operation(NamedTuple):
@@ -26,7 +25,6 @@ class Operation(NamedTuple):
         body: what it reads; None without one.
         answer: the fields that its JSON always has, with their types; None if it answers with something else.
         content: the media type of that.
-        may_stream: whether `stream` has it answer with server-sent events.
         is_open: whether it needs no token.
     """
 
@@ -36,7 +34,6 @@ class Operation(NamedTuple):
     body: type[part.RequestBody] | None = None
     answer: Json | None = None
     content: str = "application/json"
-    may_stream: bool = False
     is_open: bool = False
 
 
@@ -70,6 +67,7 @@ def described(operations: Sequence[Operation], model: str) -> Json:
 _ABOUT = "OpenAI's API with vLLM's extensions. Unknown parameters are refused by name."
 _STRING: Json = {"type": "string"}
 _INTEGER: Json = {"type": "integer"}
+_NUMBER: Json = {"type": "number"}
 _LIST: Json = {"type": "array"}
 
 
@@ -81,17 +79,14 @@ COMPLETION = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _S
 COMPLETION |= {"choices": _LIST, "usage": {"type": "object"}, "specwire": _LIST}
 RESPONSE = {"id": _STRING, "object": _STRING, "created_at": _INTEGER, "model": _STRING}
 RESPONSE |= {"status": _STRING, "output": _LIST, "usage": {"type": "object"}}
-MODEL = {
-    "id": _STRING,
-    "object": _STRING,
-    "created": _INTEGER,
-    "owned_by": _STRING,
-    "max_model_len": _INTEGER,
-    "specwire": {"type": "object"},
-}
+MODEL = {"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING}
+MODEL |= {"max_model_len": _INTEGER, "specwire": {"type": "object"}}
 MODELS = {"object": _STRING, "data": _LIST | {"items": _object(MODEL)}}
 TOKENS = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _LIST | {"items": _INTEGER}}
 TEXT = {"prompt": _STRING}
+WAY = {"name": _STRING, "is_chosen": {"type": "boolean"}}
+WAY |= {"expected_tokens_per_s": _NUMBER, "measured_tokens_per_s": _NUMBER}
+WAYS = {"why_plain": _STRING, "num_workers": _INTEGER, "ways": _LIST | {"items": _object(WAY)}}
 VERSION = {"version": _STRING}
 HEALTH = {"status": _STRING}
 DOCUMENT = {"openapi": _STRING, "paths": {"type": "object"}}
@@ -100,7 +95,7 @@ DOCUMENT = {"openapi": _STRING, "paths": {"type": "object"}}
 def _operation(operation: Operation) -> Json:
     schema = _STRING if operation.answer is None else _object(operation.answer)
     answers = {operation.content: {"schema": schema}}
-    if operation.may_stream:
+    if operation.body is not None and "stream" in operation.body.model_fields:
         answers["text/event-stream"] = {"schema": _STRING}
     error = {"description": "an error", "content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
     told: Json = {

@@ -1,5 +1,5 @@
 "use strict";
-// Runs, races and chats. Speaks the public API only: /v1/models, and /v1/completions and /v1/chat/completions with
+// Runs, races and chats. Speaks the public API only: /v1/models, /ways, and /v1/completions and /v1/chat/completions with
 // `return_fates`.
 
 let model = "";
@@ -341,6 +341,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") card.span ? card.hide() : running?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) perform(false);
 });
+$("ways").addEventListener("toggle", followWays);
 findModel().catch((error) => {
   $("model").textContent = "not connected";
   say(error.message);

@@ -12,7 +12,8 @@ from importlib import resources
 
 from specwire.config.speculative import FROM_TEXT
 
-_FILES = {"{css}": "page.css", "{live}": "page_live.js", "{js}": "page.js"}
+_SCRIPTS = {"{live}": "page_live.js", "{ways}": "page_ways.js", "{js}": "page.js"}
+_FILES = {"{css}": "page.css", **_SCRIPTS}
 
 
 @cache
@@ -41,7 +42,7 @@ HEADERS = {
             "connect-src 'self'",
             "img-src data:",
             f"style-src {_hash('page.css')}",
-            f"script-src {_hash('page_live.js')} {_hash('page.js')}",
+            f"script-src {' '.join(map(_hash, _SCRIPTS.values()))}",
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",

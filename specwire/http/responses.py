@@ -23,7 +23,7 @@ _OF_ERROR = ("code", "message", "param")
 
 
 class ResponsesAnswer:
-    """One response with its id; see `exchange.Answered`.
+    """One response with its id, with the methods of `answers.Answer`.
 
     created, in_progress, items, completed or incomplete. An item is one of
     output_item.added, content_part.added, output_text.delta ..., output_text.done, content_part.done,

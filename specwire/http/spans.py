@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, Match, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specwire.http.access import NO_RESPONSE, AccessEntry
 from specwire.http.errors import http_status
 from specwire.telemetry import semantics
 from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanKind, Tracing, error_type
 
-_LEFT = 499
-"""Status of a request whose client has disconnected; it is never sent."""
 _PROBES = ("/health",)
 """Probed every few seconds, and not traced."""
 _METHODS = frozenset(
@@ -30,15 +29,14 @@ class Traced:
         self._routes = [route for route in routes if isinstance(route, Route)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _PROBES:
+        if scope["path"] in _PROBES:
             scope["specwire.span"] = Span()
             await self._app(scope, receive, send)
             return
         with self._begin(scope) as span:
             scope["specwire.span"] = span
-            response = _Response(send)
-            await self._app(scope, receive, response.send)
-            response.describe(span)
+            await self._app(scope, receive, send)
+            _describe(span, scope["specwire.entry"])
 
     def _begin(self, scope: Scope) -> Span:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
@@ -55,28 +53,13 @@ class Traced:
         )
 
 
-class _Response:
-    """What is sent, as far as the span describes it."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._status: int | None = None
-        self._is_complete = False
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-        elif message["type"] == "http.response.body":
-            self._is_complete = not message.get("more_body", False)
-        await self._send(message)
-
-    def describe(self, span: Span) -> None:
-        if self._status is not None and self._status != _LEFT:
-            span.set({semantics.HTTP_RESPONSE_STATUS_CODE: self._status})
-        if not self._is_complete or self._status == _LEFT:
-            span.fail(CANCELLED, "the client has disconnected")
-        elif self._status is not None and self._status >= 500:
-            span.fail(str(self._status))
+def _describe(span: Span, sent: AccessEntry) -> None:
+    if sent.status != NO_RESPONSE:
+        span.set({semantics.HTTP_RESPONSE_STATUS_CODE: sent.status})
+    if not sent.is_complete or sent.status == NO_RESPONSE:
+        span.fail(CANCELLED, "the client has disconnected")
+    elif sent.status >= 500:
+        span.fail(str(sent.status))
 
 
 def mark(span: Span, error: Exception) -> None:

@@ -56,12 +56,7 @@ from typing import Final, Self
 
 from specwire.errors import ConfigError, SpecwireError
 from specwire.telemetry import environment
-from specwire.telemetry.propagation import (
-    NO_CONTEXT,
-    W3C,
-    Propagators,
-    TraceContext,
-)
+from specwire.telemetry.propagation import NO_CONTEXT, W3C, Propagators, TraceContext
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
@@ -194,7 +189,9 @@ class Tracing:
                 dropped.
             start_ns: when it began, in nanoseconds since the epoch; None for now.
         """
-        return _passed_on(parent)
+        if not parent:
+            return NO_SPAN
+        return Span(parent if isinstance(parent, TraceContext) else TraceContext(parent))
 
     @property
     def counts(self) -> SpanCounts:
@@ -207,13 +204,6 @@ class Tracing:
 
 NO_SPAN = Span()
 """A span that is not recorded, and whose caller does not trace either."""
-
-
-def _passed_on(parent: str | TraceContext | None) -> Span:
-    """A span that is not recorded: what it sends on is what it was sent."""
-    if not parent:
-        return NO_SPAN
-    return Span(parent if isinstance(parent, TraceContext) else TraceContext(parent))
 
 
 def configure(service_name: str) -> Tracing:

@@ -493,6 +493,39 @@ def test_by_keyboard_on_a_narrow_screen(here: Fronted, chromium: webdriver.Chrom
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_ways_to_draft_are_shown_while_their_section_is_open(
+    here: Fronted, chromium: webdriver.Chrome
+) -> None:
+    shown = Page(chromium, here.url)
+    assert not shown.one("#ways table").is_displayed()
+    here.stack.client.generate("import os", SamplingParams(max_tokens=16))  # costs are known from then on
+    shown.one("#ways summary").click()
+    shown.until(lambda: shown.one("#ways table").is_displayed())
+    names = [e.text for e in chromium.find_elements(By.CSS_SELECTOR, "#ways tbody th")]
+    assert {name.removesuffix(" · now") for name in names} == {
+        way.name for way in here.stack.client.get_status().ways
+    }
+    assert not shown.one("#ways-why").is_displayed()
+    told = httpx2.get(here.url + "/ways").json()
+    told |= {"why_plain": "does not pay here", "num_workers": 2}
+    told["ways"] = [
+        {"name": "plain", "is_chosen": True, "expected_tokens_per_s": 40.4, "measured_tokens_per_s": 50},
+        {"name": "chains", "is_chosen": False, "expected_tokens_per_s": 25, "measured_tokens_per_s": 0},
+    ]
+    script = "window.fetch = async () => new Response(arguments[0])"
+    chromium.execute_script(script, json.dumps(told))
+    shown.until(lambda: shown.one("#ways-why").is_displayed())
+    assert shown.text("#ways-why") == "Decoded plainly: does not pay here."
+    assert shown.text("#ways-told").endswith(" Of the one worker that answered, of 2.")
+    rows = [e.text.split("\n") for e in chromium.find_elements(By.CSS_SELECTOR, "#ways tbody tr")]
+    assert rows == [["plain · now", "40 50"], ["chains", "25 –"]]
+    width = "return [...document.querySelectorAll('#ways i')].map((e) => parseFloat(e.style.width))"
+    assert chromium.execute_script(width) == pytest.approx([80.8, 50])
+    assert [each for each in chromium.execute_script(CONTRASTS) if each[0] < 4.5] == []
+    shown.picture("ways")
+    shown.assert_no_complaints()
+
+
 def test_what_is_refused_is_said(here: Fronted, chromium: webdriver.Chrome) -> None:
     shown = Page(chromium, here.url)
     shown.fill("#max-tokens", "99999")

@@ -107,6 +107,7 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
         assert not any(name.endswith("prepared") for name in ways), "--num-outcomes 0"
         shown = drafts.show(ClientConfig(server=stack.address), colour=False)
         assert re.search(r"\ntokens/s of a stream +chosen +expected +last measured\nplain ", shown)
+        assert "\n\nDecoded plainly: does not pay here: " in shown
     hints = [record.getMessage() for record in caplog.records if "decoded plainly" in record.getMessage()]
     assert len(hints) == 1
     assert re.match(f"drafting {reason}", hints[0])

@@ -315,6 +315,8 @@ def test_tls_and_tokens(tmp_path: Path) -> None:
                 with pytest.raises(openai.AuthenticationError) as raised:
                     client.completions.create(model="m", prompt=[1])
                 assert raised.value.code == "invalid_api_key"
+            ways = http.get(f"https://{address}/ways", headers={"authorization": f"Bearer {given}"})
+            assert ways.status_code == expected
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"https://{address}/health")
 

@@ -9,8 +9,8 @@ import pydantic
 
 from specwire.errors import UnsupportedError
 from specwire.http.bodies.generating import Sampled
-from specwire.http.bodies.part import invalid
-from specwire.http.bodies.tools import Function
+from specwire.http.bodies.part import Prompt, invalid
+from specwire.http.bodies.tools import Function, rendered
 from specwire.http.tools.forced import format_of_forced, grammar_of_call
 from specwire.http.tools.formats import FORMATS, Format, chosen
 from specwire.text.grammar import Grammar
@@ -25,6 +25,7 @@ class Calling(Sampled):
 
     path: ClassVar[str]
     tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     _format: Format | None = pydantic.PrivateAttr(None)
 
@@ -37,6 +38,20 @@ class Calling(Sampled):
     def chosen_name(self) -> str | None:
         """Of the one function that must be called; None without a choice."""
         raise NotImplementedError
+
+    @property
+    def effort(self) -> str | None:
+        """Of the reasoning; None where the template is to choose."""
+        raise NotImplementedError
+
+    def as_prompts(self, messages: list[dict[str, Any]]) -> list[Prompt]:
+        """The messages, and what their template reads besides, as the one prompt."""
+        whole: Prompt = {"messages": messages}
+        if self.active_functions:
+            whole["tools"] = rendered(self.active_functions)
+        effort = {} if self.effort is None else {"reasoning_effort": self.effort}
+        kwargs = (self.chat_template_kwargs or {}) | effort
+        return [whole | ({"chat_template_kwargs": kwargs} if kwargs else {})]
 
     @property
     def active_functions(self) -> Sequence[Function]:
@@ -94,6 +109,13 @@ class Calling(Sampled):
         if self.active_functions and grammar is not None:
             problem = "do not combine with structured output, which excludes calls; tool_choice 'none' does"
             raise invalid("tools", problem)
+
+    def check_effort(self, name: str) -> None:
+        """Raises:
+        ApiError: 400, naming the parameter.
+        """
+        if self.effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise invalid(name, "is in chat_template_kwargs too; give one of them")
 
     def _check_strict(self) -> None:
         """No grammar holds what the model calls by its own choice."""

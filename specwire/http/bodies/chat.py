@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from specwire.http.bodies.calling import Calling
 from specwire.http.bodies.generating import Body
 from specwire.http.bodies.message import Message, as_conversation
 from specwire.http.bodies.part import List, Prompt, invalid
-from specwire.http.bodies.tools import Function, NamedTool, ToolChoice, Tools, rendered
+from specwire.http.bodies.tools import Function, NamedTool, ToolChoice, Tools
 
 
 class ChatBody(Calling, Body):
@@ -26,7 +26,6 @@ class ChatBody(Calling, Body):
     modalities: List[Literal["text"]] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
     @property
@@ -39,14 +38,11 @@ class ChatBody(Calling, Body):
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The conversation, and what its template reads besides."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            kwargs["reasoning_effort"] = self.reasoning_effort
-        conversation: Prompt = {"messages": as_conversation(self.messages)}
-        if self.active_functions:
-            conversation["tools"] = rendered(self.active_functions)
-        return [conversation | ({"chat_template_kwargs": kwargs} if kwargs else {})]
+        return self.as_prompts(as_conversation(self.messages))
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
 
     @property
     def token_limit(self) -> int | None:
@@ -64,5 +60,4 @@ class ChatBody(Calling, Body):
         if len(limits) > 1:
             raise invalid("max_tokens", "differs from max_completion_tokens; give one of them")
         self.check_tools(self.grammar())
-        if self.reasoning_effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
-            raise invalid("reasoning_effort", "is in chat_template_kwargs too; give one of them")
+        self.check_effort("reasoning_effort")

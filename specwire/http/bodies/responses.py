@@ -11,13 +11,7 @@ from specwire.http.bodies.calling import Calling
 from specwire.http.bodies.items import Input, as_conversation
 from specwire.http.bodies.part import JsonObject, Prompt, invalid
 from specwire.http.bodies.structured import TextFormat
-from specwire.http.bodies.tools import (
-    FunctionChoice,
-    FunctionTool,
-    FunctionTools,
-    NamedFunctionTool,
-    rendered,
-)
+from specwire.http.bodies.tools import FunctionChoice, FunctionTool, FunctionTools, NamedFunctionTool
 
 
 class TextConfig(JsonObject):
@@ -49,7 +43,6 @@ class ResponsesBody(Calling):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning: Reasoning | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ObfuscationOptions | None = None
     text: TextConfig | None = None
     tools: FunctionTools | None = None
@@ -70,13 +63,7 @@ class ResponsesBody(Calling):
         said = [{"role": "user", "content": given}] if isinstance(given, str) else as_conversation(given)
         if self.instructions is not None:
             said.insert(0, {"role": "system", "content": self.instructions})
-        kwargs = dict(self.chat_template_kwargs or {})
-        if self.effort is not None:
-            kwargs["reasoning_effort"] = self.effort
-        conversation: Prompt = {"messages": said}
-        if self.active_functions:
-            conversation["tools"] = rendered(self.active_functions)
-        return [conversation | ({"chat_template_kwargs": kwargs} if kwargs else {})]
+        return self.as_prompts(said)
 
     @property
     def functions(self) -> list[FunctionTool]:
@@ -88,7 +75,6 @@ class ResponsesBody(Calling):
 
     @property
     def effort(self) -> str | None:
-        """Of the reasoning; None where the template is to choose."""
         return self.reasoning.effort if self.reasoning else None
 
     @property
@@ -107,5 +93,4 @@ class ResponsesBody(Calling):
         self.check_tools(self.format.grammar())
         if self.stream_options is not None and not self.streams:
             raise invalid("stream_options", "is only for requests with stream=true")
-        if self.effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
-            raise invalid("reasoning.effort", "is in chat_template_kwargs too; give one of them")
+        self.check_effort("reasoning.effort")

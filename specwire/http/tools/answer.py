@@ -16,14 +16,11 @@ class ToolAnswer(ChatAnswer):
     """Log probabilities are those of all tokens, of content and calls alike."""
 
     _body: ChatBody
+    first_content = None
 
     def __init__(self, body: ChatBody, model: str, spell: Spell | None) -> None:
         super().__init__(body, model, spell)
         self._calls: dict[int, Calls] = {}
-
-    def first(self, index: int) -> Json:
-        choice = {"index": index, "delta": {"role": "assistant", "content": None}}
-        return self._piece([choice | {"logprobs": None, "finish_reason": None}])
 
     def chunk(self, index: int, chunk: Chunk) -> Json | None:
         piece = super().chunk(index, chunk)
@@ -35,14 +32,9 @@ class ToolAnswer(ChatAnswer):
         return None if is_empty else piece
 
     def finish(self, index: int, completion: Completion) -> Sequence[Json]:
-        held = {"index": index, "delta": self._calls_of(index).end(), "logprobs": None, "finish_reason": None}
-        last = {
-            "index": index,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": self._reason(index, completion),
-        }
-        return [self._piece([choice]) for choice in (held, last) if choice["delta"] or choice is last]
+        held = self._calls_of(index).end()
+        last = self._only(index, {}, self._reason(index, completion))
+        return [self._piece([each]) for each in ([self._only(index, held)] if held else []) + [last]]
 
     def _choice(self, index: int, completion: Completion) -> Json:
         choice = super()._choice(index, completion)
