@@ -291,6 +291,7 @@ class SharedChoice:
         if self.are_known:
             way = ways[int(np.argmax(self._rates(among, ways)[0]))]
             self._prospects.clear()
+            self.why_not = self._reason()
         is_tried = before is not None and before.way != before.best and before.way in ways
         return self._hold(before.way if before and is_tried else way, way)
 
@@ -375,7 +376,7 @@ class SharedChoice:
         unwaited = [plain_ns, *(slowness * costs.unwaited_ns(way, n) for n in lengths)]
         # Where the target drafts for all streams after a pass, one without draft tokens waits for the others.
         others = 1 - 1 / self._num_streams if way.drafts and costs.is_drafted_by_target else 0.0
-        usual_ns = drafted[max(0, round(costs.mean_drafted) - 1)]
+        usual_ns = drafted[min(MAX_CHOSEN, max(1, round(costs.mean_drafted))) - 1]
         times = [plain_ns + others * max(0.0, usual_ns - plain_ns), *drafted]
         hit_rate = costs.hit_rate(way) if way.prepares else 0.0
         return Prospects(tokens, times, unwaited, plain_ns, hit_rate, self._longest(way, tokens))
