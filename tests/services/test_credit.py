@@ -208,17 +208,13 @@ class TestAcknowledgements:
             list(stream)
             assert len(stream.completion.token_ids) == 60
 
-    def test_while_the_server_ends_they_hide_nothing(self, stack: LocalStack) -> None:
-
-        async def read_all() -> list[int]:
-            async with AsyncClient(stack.address) as client:
-                requests = [
-                    client.generate(params=params(length, num_draft_tokens=8), prompt_token_ids=PROMPT)
-                    for length in range(1, 80)
-                ]
-                return [len(done.token_ids) for done in await asyncio.gather(*requests)]
-
-        assert asyncio.run(read_all()) == list(range(1, 80))
+    async def test_while_the_server_ends_they_hide_nothing(self, stack: LocalStack) -> None:
+        async with AsyncClient(stack.address) as client:
+            requests = [
+                client.generate(params=params(length, num_draft_tokens=8), prompt_token_ids=PROMPT)
+                for length in range(1, 80)
+            ]
+            assert [len(done.token_ids) for done in await asyncio.gather(*requests)] == list(range(1, 80))
         stack.assert_idle_within(1.0)
 
     def test_without_credit_one_request_and_a_half_close_get_everything(self, stack: LocalStack) -> None:

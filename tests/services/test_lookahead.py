@@ -246,29 +246,25 @@ async def prepared_within(call: FakeCall, stream: Any, num: int) -> list[Branch]
     return branches
 
 
-def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:
+async def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:
     """Branches of its round would begin at tokens that were not committed, and draft with judged random
     numbers."""
-
-    async def miss_during_a_push() -> list[tuple[int, int]]:
-        params, prepare = SamplingParams(seed=1, rule=Rule.REJECTION), Preparation(8, 4)
-        async with draft_stream(emulated) as (call, stream):
-            call.send([DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION)], [opening(1, params, 3)])
-            assert (await call.read()).answers
-            call.may_write.clear()
-            assert (await call.read()).prepared
-            call.send([DraftOrder(1, 2, 3, [63, 62], 4, prepare=prepare)])
-            [sequence] = stream.sequences.values()
-            async with asyncio.timeout(20):
-                while not sequence.num_unanswered:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                while sequence.num_unanswered:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-            call.may_write.set()
-            branches = await prepared_within(call, stream, 8)
-            return [(branch.job.committed_len, len(branch.path)) for branch in branches]
-
-    starts = asyncio.run(miss_during_a_push())
+    params, prepare = SamplingParams(seed=1, rule=Rule.REJECTION), Preparation(8, 4)
+    async with draft_stream(emulated) as (call, stream):
+        call.send([DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION)], [opening(1, params, 3)])
+        assert (await call.read()).answers
+        call.may_write.clear()
+        assert (await call.read()).prepared
+        call.send([DraftOrder(1, 2, 3, [63, 62], 4, prepare=prepare)])
+        [sequence] = stream.sequences.values()
+        async with asyncio.timeout(20):
+            while not sequence.num_unanswered:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            while sequence.num_unanswered:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        call.may_write.set()
+        branches = await prepared_within(call, stream, 8)
+        starts = [(branch.job.committed_len, len(branch.path)) for branch in branches]
     assert [start - num for start, num in starts] == [5] * len(starts)
 
 
