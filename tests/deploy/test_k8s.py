@@ -152,8 +152,7 @@ def put(manifests: Manifests, where: str, value: Any) -> None:
 
 
 def _container(manifests: Manifests, name: str) -> Object:
-    container: Object = manifests.of("Deployment")[name]["spec"]["template"]["spec"]["containers"][0]
-    return container
+    return manifests.of("Deployment")[name]["spec"]["template"]["spec"]["containers"][0]
 
 
 def policy_without_pods(m: Manifests) -> None:

@@ -29,8 +29,7 @@ def bench(*flags: object) -> int:
 
 def result(path: Path, *flags: object) -> dict[str, Any]:
     assert bench(*flags, "--save-result", "--result-filename", path) == 0
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat", "specwire"])

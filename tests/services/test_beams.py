@@ -52,8 +52,7 @@ def build(family: str) -> Any:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: Any) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 ONE = pytest.mark.parametrize("family", FAMILIES[:1], indirect=True, scope="module")

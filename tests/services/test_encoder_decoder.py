@@ -47,8 +47,7 @@ VOCAB_SIZE = 430
 
 @pytest.fixture(scope="module", params=SERVED)
 def family(request: Any) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +73,7 @@ def generated(family: str, prompt: list[int], num_tokens: int) -> list[int]:
     model.generation_config.eos_token_id = None
     settings = {"do_sample": False, "num_beams": 1, "use_cache": False}
     output = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, **settings)
-    tokens: list[int] = output[0, 1:].tolist()
-    return tokens
+    return output[0, 1:].tolist()
 
 
 @pytest.mark.sample(1)

@@ -242,8 +242,7 @@ async def prepared_within(call: FakeCall, stream: Any, num: int) -> list[Branch]
     async with asyncio.timeout(20):
         while not (len(lookahead._branches) >= num and all(branch.done for branch in lookahead._branches)):
             await call.read()
-    branches: list[Branch] = lookahead._branches
-    return branches
+    return lookahead._branches
 
 
 async def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:

@@ -40,8 +40,7 @@ def test_a_round_runs_its_own_nodes_and_one_token(tmp_path: Path, family: str, n
 
         def counted(feeds: Sequence[Feed]) -> torch.Tensor:
             num_run.append(sum(len(feed.token_ids) for feed in feeds))
-            logits: torch.Tensor = forward(feeds)
-            return logits
+            return forward(feeds)
 
         runner.forward = counted
         done = stack.client.generate(params=TREE, prompt_token_ids=PROMPT)

@@ -67,5 +67,4 @@ def save(directory: Path, family: str, seed: int = 0, *, noise: float = 0.0, **o
 def own_logits(model: Any, encoder_input: list[int], tokens: list[int]) -> torch.Tensor:
     """transformers' own, [num_tokens, vocab_size], of decoder tokens after an input."""
     ids, decoded = torch.tensor([encoder_input]), torch.tensor([tokens])
-    found: torch.Tensor = model(input_ids=ids, decoder_input_ids=decoded, use_cache=False).logits[0]
-    return found
+    return model(input_ids=ids, decoder_input_ids=decoded, use_cache=False).logits[0]

@@ -234,5 +234,4 @@ def written_by_transformers(model: Any, prompt: list[int], num_tokens: int, **op
             eos_token_id=None,
             **options,
         )
-    found: list[int] = output[0, len(prompt) :].tolist()
-    return found
+    return output[0, len(prompt) :].tolist()
