@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,11 @@ import pytest
 
 from specwire import embedded
 from specwire.cli import main as cli
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 
 pytestmark = pytest.mark.usefixtures("restored")
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Fronted]:
-    with fronted(embedded.TARGET_DIR) as front:
-        yield front
+running = entered(lambda: fronted(embedded.TARGET_DIR))
 
 
 def bench(*flags: object) -> int:

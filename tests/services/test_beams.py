@@ -68,12 +68,6 @@ def pair(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return save_target(directory / "target", family), save_good_draft(directory / "draft", family)
 
 
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
-
-
 Texts = list[tuple[list[int], float]]
 """With their scores, best first."""
 

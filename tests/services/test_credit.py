@@ -34,6 +34,7 @@ from specwire.config.stack import UpConfig
 from specwire.core import MAX_CREDIT_TOKENS, MAX_LOGPROBS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import common_pb2, generation_pb2_grpc
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
 from tests.support.processes import wait_until
@@ -69,10 +70,7 @@ class WatchedReader(CreditReader):
         self.paused.clear()
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with local_stack(TARGET, DRAFT) as running:
-        yield running
+stack = entered(lambda: local_stack(TARGET, DRAFT))
 
 
 Readers = queue.SimpleQueue[WatchedReader]

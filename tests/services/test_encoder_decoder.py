@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,6 @@ def pair(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     directory = tmp_path_factory.mktemp(family)
     draft = encoder_decoders.save(directory / "draft", family, noise=0.03)
     return encoder_decoders.save(directory / "target", family), draft
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ from specwire.rpc.wire.draft import DraftOrder
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 
@@ -116,12 +117,7 @@ class RawStream:
 
 
 Services = dict[str, boot.ModelService]
-
-
-@pytest.fixture
-def services() -> Iterator[Services]:
-    with started_services() as services:
-        yield services
+services = entered(started_services, scope="function")
 
 
 @pytest.fixture

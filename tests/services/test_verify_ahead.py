@@ -30,6 +30,7 @@ from specwire.engine.jobs import TokenSequence
 from specwire.rpc.wire import model as model_wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2_grpc
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import SequenceFailedError, raw_stream, verify
 from tests.support.paused import most_ahead, opening
@@ -108,16 +109,10 @@ def watched(*, verify_ahead: bool = True, **options: Any) -> Iterator[Watched]:
         yield Watched(stack, servicers[0], services["verify"], streams)
 
 
-@pytest.fixture(scope="module")
-def off() -> Iterator[Watched]:
-    with watched(verify_ahead=False) as running:
-        yield running
+off = entered(lambda: watched(verify_ahead=False))
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Watched]:
-    with watched(draft_link=Link()) as running:
-        yield running
+running = entered(lambda: watched(draft_link=Link()))
 
 
 @pytest.fixture
