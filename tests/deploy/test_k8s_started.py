@@ -129,8 +129,7 @@ class Started:
             contextlib.suppress(OSError),
             urllib.request.urlopen(request, timeout=60, context=unverified) as response,
         ):
-            answered: bytes = response.read()
-            return answered
+            return response.read()
         return None
 
 

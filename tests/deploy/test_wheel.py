@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from specwire.embedded import TARGET_DIR
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
 from tests.support.imports import ROOT
 
@@ -100,10 +100,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return found
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with local_stack(TARGET_DIR) as running:
-        yield running
+stack = entered(lambda: local_stack(TARGET_DIR))
 
 
 def test_the_client_is_imported_from_the_wheel(installed: Installed) -> None:

@@ -9,24 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jsonschema
 import pytest
 
 from specwire import AsyncClient, Completion, FinishReason, Grammar, Rule, SamplingParams, embedded
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
 from tests.support.schemas import Schema, random_document
 
 MAX_TOKENS = 400
 RULES = (Rule.BLOCK, Rule.GUMBEL, Rule.REJECTION)
 NUM_SCHEMAS = 500
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with local_stack(embedded.TARGET_DIR, embedded.DRAFT_DIR) as running:
-        yield running
+stack = entered(lambda: local_stack(embedded.TARGET_DIR, embedded.DRAFT_DIR))
 
 
 def written(stack: LocalStack, schemas: Sequence[Schema]) -> list[Completion]:

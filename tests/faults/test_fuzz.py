@@ -21,6 +21,7 @@ from specwire.engine.boot import ModelService
 from tests.support import report
 from tests.support.conversations import METHODS, MOST_TOKENS, Method
 from tests.support.effort import sized
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.mutations import mutated_bytes, mutated_conversation
 
@@ -38,12 +39,7 @@ FINE = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(300, 1800))]
-
-
-@pytest.fixture(scope="module")
-def services() -> Iterator[dict[str, ModelService]]:
-    with started_services() as found:
-        yield found
+services = entered(started_services)
 
 
 @pytest.fixture(scope="module")

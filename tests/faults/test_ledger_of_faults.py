@@ -15,6 +15,7 @@ from specwire import Client, Rule, SamplingParams
 from specwire.cli.process import Service
 from specwire.completion import Stage, Timing
 from specwire.telemetry.semantics import stage_attribute
+from tests.support.fixtures import entered
 from tests.support.fleet import Fleet, hung_device, stopped
 from tests.support.otlp_receiver import OtlpReceiver
 from tools.timeline.spans import RecordedSpan
@@ -23,12 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PROMPT = [3, 1, 4]
 NUM_TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
+receiver = entered(OtlpReceiver)
 
 
 @pytest.fixture(scope="module")

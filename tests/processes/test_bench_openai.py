@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,11 @@ import pytest
 
 from specwire import embedded
 from specwire.cli import main as cli
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 
 pytestmark = pytest.mark.usefixtures("restored")
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Fronted]:
-    with fronted(embedded.TARGET_DIR) as front:
-        yield front
+running = entered(lambda: fronted(embedded.TARGET_DIR))
 
 
 def bench(*flags: object) -> int:
@@ -29,8 +24,7 @@ def bench(*flags: object) -> int:
 
 def result(path: Path, *flags: object) -> dict[str, Any]:
     assert bench(*flags, "--save-result", "--result-filename", path) == 0
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat", "specwire"])

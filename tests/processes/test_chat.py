@@ -9,22 +9,17 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from specwire import SamplingParams
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
 
 COMMAND = [sys.executable, "-m", "specwire.cli"]
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with local_stack("embedded", "embedded") as running:
-        yield running
+stack = entered(lambda: local_stack("embedded", "embedded"))
 
 
 def run(stack: LocalStack, said: bytes, name: str, *words: str) -> subprocess.CompletedProcess[bytes]:

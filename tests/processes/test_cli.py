@@ -335,8 +335,12 @@ class TestGenerate:
         assert error == "error: the deadline passed\n"
         stack.assert_idle_within(1.0)
 
-    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
-    def test_an_interrupt_cancels(self, stack: LocalStack, number: int, status: int) -> None:
+    @pytest.mark.parametrize(
+        ("number", "status"),
+        [(signal.SIGINT, 130), (signal.SIGTERM, -15), (None, 141)],
+        ids=["interrupt", "end", "a reader that goes away"],
+    )
+    def test_an_interrupt_cancels(self, stack: LocalStack, number: int | None, status: int) -> None:
         argv = ["generate", PROMPT, "--server", stack.address, "--max-tokens", "4000", "--ignore-eos"]
         with subprocess.Popen(
             [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -345,21 +349,11 @@ class TestGenerate:
             assert process.stderr is not None
             assert process.stdout.read(1)
             assert stack.status("verify").num_sequences == 1
-            process.send_signal(number)
-            assert process.wait(10) == status
-            assert process.stderr.read() == b""
-        stack.assert_idle_within(1.0)
-
-    def test_a_reader_that_goes_away(self, stack: LocalStack) -> None:
-        argv = ["generate", PROMPT, "--server", stack.address, "--max-tokens", "4000", "--ignore-eos"]
-        with subprocess.Popen(
-            [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            assert process.stdout.read(1)
-            process.stdout.close()
-            assert process.wait(20) == 141
+            if number is None:
+                process.stdout.close()
+            else:
+                process.send_signal(number)
+            assert process.wait(20 if number is None else 10) == status
             assert process.stderr.read() == b""
         stack.assert_idle_within(1.0)
 

@@ -110,8 +110,7 @@ class Processes:
 def health(address: str) -> int:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest()
-        status: int = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status
-        return status
+        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status
 
 
 async def ask_to_end(service: Service) -> None:

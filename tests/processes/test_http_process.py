@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
 
 pytestmark = pytest.mark.serial
@@ -68,10 +69,7 @@ class Front:
         return socket.create_connection((host, int(port)), timeout=20)
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with local_stack("emulated:step_ms=1,vocab_size=4096") as running:
-        yield running
+stack = entered(lambda: local_stack("emulated:step_ms=1,vocab_size=4096"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specwire import embedded
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +28,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not BIN.exists(), reason="needs `make suites`"),
 ]
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Fronted]:
-    with fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR) as running:
-        yield running
+here = entered(lambda: fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR))
 
 
 def run(*command: object, timeout_s: float = 400) -> str:

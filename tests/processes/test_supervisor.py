@@ -7,10 +7,10 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from specwire.cli.supervisor import Stack
 from specwire.config.models import NO_DRAFT
 from specwire.config.stack import StackConfig, UpConfig
 from specwire.errors import ServiceUnavailableError
+from tests.support.processes import wait_until
 
 HANGS = """
 import signal, threading
@@ -67,12 +68,11 @@ def test_each_service_that_is_killed_is_started_again_under_a_running_generation
             assert len(tokens) == params.max_tokens
             assert tuple(tokens[:200]) == first.token_ids
             assert stream.completion.num_resumes == 1, "the coordinator's loss is the client's, and no other"
-            until(
-                lambda: client.generate(params=params, prompt_token_ids=[1, 2]).speculation.num_draft_tokens
-            )
+            drafts = partial(client.generate, params=params, prompt_token_ids=[1, 2])
+            wait_until(lambda: drafts().speculation.num_draft_tokens > 0, 60)
         front = child(up, "http")
         front.kill()
-        until(lambda: not front.is_running() and answers(f"{page}v1/models"))
+        wait_until(lambda: not front.is_running() and answers(f"{page}v1/models"), 60)
 
 
 @contextlib.contextmanager
@@ -94,13 +94,6 @@ def started(*flags: str) -> Iterator[tuple[psutil.Process, str, str]]:
 def child(parent: psutil.Process, word: str) -> psutil.Process:
     """The service with this word in its command line."""
     return next(each for each in parent.children() if word in each.cmdline())
-
-
-def until(succeeds: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + 60
-    while not succeeds():
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)
 
 
 def answers(url: str) -> bool:

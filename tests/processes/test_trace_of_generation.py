@@ -13,7 +13,8 @@ from specwire.completion import Stage
 from specwire.config.stack import UpConfig
 from specwire.telemetry import semantics as names
 from tests.support.otlp_receiver import OtlpReceiver
-from tools.timeline.spans import CLIENT, INTERNAL, SERVER, RecordedSpan
+from tests.support.traces import KINDS
+from tools.timeline.spans import INTERNAL, RecordedSpan
 
 PROMPT = [5, 9, 11, 2, 7]
 PARENTS = {
@@ -25,13 +26,6 @@ PARENTS = {
     "verify.serve": "verify",
 }
 SERVICES = {"draft.serve": "specwire-draft", "verify.serve": "specwire-verify"}
-KINDS = {
-    "generate": SERVER,
-    "draft": CLIENT,
-    "verify": CLIENT,
-    "draft.serve": SERVER,
-    "verify.serve": SERVER,
-}
 PARTS = (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -91,33 +91,26 @@ async def generating(coordinators: Coordinators) -> Any:
         yield clients, tasks
 
 
-def test_each_worker_answers_for_itself(coordinators: Coordinators) -> None:
-    async def main() -> None:
-        async with generating(coordinators) as (clients, tasks):
-            found = [await client.get_status() for client in clients]
-            assert {status.num_workers for status in found} == {NUM_WORKERS}
-            assert max(status.num_running for status in found) < len(tasks)
-            done = await asyncio.gather(*tasks)
-            assert len({each.token_ids for each in done}) == 1
-
-    asyncio.run(main())
+async def test_each_worker_answers_for_itself(coordinators: Coordinators) -> None:
+    async with generating(coordinators) as (clients, tasks):
+        found = [await client.get_status() for client in clients]
+        assert {status.num_workers for status in found} == {NUM_WORKERS}
+        assert max(status.num_running for status in found) < len(tasks)
+        done = await asyncio.gather(*tasks)
+        assert len({each.token_ids for each in done}) == 1
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
-def test_a_worker_that_fails_is_replaced_and_no_generation_is_lost(
+async def test_a_worker_that_fails_is_replaced_and_no_generation_is_lost(
     coordinators: Coordinators, fault: signal.Signals
 ) -> None:
     """They are resumed at the other one."""
-
-    async def main() -> None:
-        async with generating(coordinators) as (_, tasks):
-            victim.send_signal(fault)
-            done = await asyncio.gather(*tasks)
-            assert len({each.token_ids for each in done}) == 1
-            assert any(each.num_resumes for each in done)
-
     victim = coordinators.workers[0]
-    asyncio.run(main())
+    async with generating(coordinators) as (_, tasks):
+        victim.send_signal(fault)
+        done = await asyncio.gather(*tasks)
+        assert len({each.token_ids for each in done}) == 1
+        assert any(each.num_resumes for each in done)
     wait_until(lambda: gone(victim), HEAL_S)
     wait_until(lambda: coordinators.running() == [0, 0], HEAL_S)
     assert len(coordinators.workers) == NUM_WORKERS
@@ -136,18 +129,14 @@ def test_a_worker_that_cannot_start_ends_the_command() -> None:
         service.ready(START_S)
 
 
-def test_all_workers_drain(coordinators: Coordinators) -> None:
+async def test_all_workers_drain(coordinators: Coordinators) -> None:
     """The last test of these."""
-
-    async def main() -> None:
-        async with generating(coordinators) as (_, tasks):
-            coordinators.parent.terminate()
-            done = await asyncio.gather(*tasks)
-            assert len({each.token_ids for each in done}) == 1
-            assert not any(each.num_resumes for each in done)
-
     workers = coordinators.workers
-    asyncio.run(main())
+    async with generating(coordinators) as (_, tasks):
+        coordinators.parent.terminate()
+        done = await asyncio.gather(*tasks)
+        assert len({each.token_ids for each in done}) == 1
+        assert not any(each.num_resumes for each in done)
     assert coordinators.parent.process.wait(HEAL_S) == 0
     assert all(map(gone, workers))
 

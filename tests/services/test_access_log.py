@@ -7,21 +7,16 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 
 from specwire.http.access import address_kind
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 from tests.support.processes import wait_until
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Fronted]:
-    with fronted("emulated:step_ms=20") as front:
-        yield front
+running = entered(lambda: fronted("emulated:step_ms=20"))
 
 
 def entries(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, object]]:

@@ -52,8 +52,7 @@ def build(family: str) -> Any:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: Any) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 ONE = pytest.mark.parametrize("family", FAMILIES[:1], indirect=True, scope="module")
@@ -67,12 +66,6 @@ def pair(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
         target = encoder_decoders.save(directory / "target", family)
         return target, encoder_decoders.save(directory / "draft", family, noise=0.02)
     return save_target(directory / "target", family), save_good_draft(directory / "draft", family)
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
 
 
 Texts = list[tuple[list[int], float]]

@@ -34,6 +34,7 @@ from specwire.config.stack import UpConfig
 from specwire.core import MAX_CREDIT_TOKENS, MAX_LOGPROBS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import common_pb2, generation_pb2_grpc
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
 from tests.support.processes import wait_until
@@ -69,10 +70,7 @@ class WatchedReader(CreditReader):
         self.paused.clear()
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with local_stack(TARGET, DRAFT) as running:
-        yield running
+stack = entered(lambda: local_stack(TARGET, DRAFT))
 
 
 Readers = queue.SimpleQueue[WatchedReader]
@@ -208,17 +206,13 @@ class TestAcknowledgements:
             list(stream)
             assert len(stream.completion.token_ids) == 60
 
-    def test_while_the_server_ends_they_hide_nothing(self, stack: LocalStack) -> None:
-
-        async def read_all() -> list[int]:
-            async with AsyncClient(stack.address) as client:
-                requests = [
-                    client.generate(params=params(length, num_draft_tokens=8), prompt_token_ids=PROMPT)
-                    for length in range(1, 80)
-                ]
-                return [len(done.token_ids) for done in await asyncio.gather(*requests)]
-
-        assert asyncio.run(read_all()) == list(range(1, 80))
+    async def test_while_the_server_ends_they_hide_nothing(self, stack: LocalStack) -> None:
+        async with AsyncClient(stack.address) as client:
+            requests = [
+                client.generate(params=params(length, num_draft_tokens=8), prompt_token_ids=PROMPT)
+                for length in range(1, 80)
+            ]
+            assert [len(done.token_ids) for done in await asyncio.gather(*requests)] == list(range(1, 80))
         stack.assert_idle_within(1.0)
 
     def test_without_credit_one_request_and_a_half_close_get_everything(self, stack: LocalStack) -> None:

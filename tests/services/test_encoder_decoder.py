@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,7 @@ VOCAB_SIZE = 430
 
 @pytest.fixture(scope="module", params=SERVED)
 def family(request: Any) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +54,6 @@ def pair(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     directory = tmp_path_factory.mktemp(family)
     draft = encoder_decoders.save(directory / "draft", family, noise=0.03)
     return encoder_decoders.save(directory / "target", family), draft
-
-
-@pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
-    with local_stack(*pair) as running:
-        yield running
 
 
 @torch.inference_mode()
@@ -74,8 +66,7 @@ def generated(family: str, prompt: list[int], num_tokens: int) -> list[int]:
     model.generation_config.eos_token_id = None
     settings = {"do_sample": False, "num_beams": 1, "use_cache": False}
     output = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, **settings)
-    tokens: list[int] = output[0, 1:].tolist()
-    return tokens
+    return output[0, 1:].tolist()
 
 
 @pytest.mark.sample(1)

@@ -215,11 +215,11 @@ class TestProposals:
         assert num_passes >= 0.7 * most
 
 
+@pytest.mark.usefixtures("eager")
 class TestRejectionSampling:
     """How long a proposal takes must not depend on its tokens: see "Time and tokens" in docs/exactness.md."""
 
     @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
-    @pytest.mark.usefixtures("eager")
     def test_a_pass_for_each_token(self, models: Models, rule: Rule) -> None:
         params = replace(REJECTION, rule=rule)
         ours, num_passes = proposals(models.draft, models.inner("same"), params)
@@ -227,7 +227,6 @@ class TestRejectionSampling:
         assert same(ours, theirs)
         assert num_passes == others == NUM_DRAFT_TOKENS * (NUM_ROUNDS + 1)
 
-    @pytest.mark.usefixtures("eager")
     def test_with_guesses_the_passes_would_tell(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

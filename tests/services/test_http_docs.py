@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,11 @@ import pytest
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.responses import ResponsesBody
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 
 TEXT = (Path(__file__).parents[2] / "docs/openai.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Fronted]:
-    with fronted("embedded", "embedded") as running:
-        yield running
+here = entered(lambda: fronted("embedded", "embedded"))
 
 
 def examples(here: Fronted, language: str) -> list[str]:

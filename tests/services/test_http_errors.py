@@ -51,9 +51,8 @@ def conversation(here: Fronted, **fields: Any) -> dict[str, Any]:
     return {"model": here.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
+REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    COMPLETIONS: [
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
@@ -89,21 +88,7 @@ def conversation(here: Fronted, **fields: Any) -> dict[str, Any]:
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"stream": True, "stream_options": {"often": 1}}, "stream_options.often", "unknown_parameter"),
     ],
-)
-def test_completions_refuse_by_name(here: Fronted, fields: dict[str, Any], param: str, code: str) -> None:
-    status, error, _ = post(here, COMPLETIONS, completion(here, **fields))
-    assert (status, error["type"], error["param"], error["code"]) == (
-        400,
-        "invalid_request_error",
-        param,
-        code,
-    )
-    assert param.partition("[")[0] in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
+    CHAT: [
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
         (
@@ -123,33 +108,34 @@ def test_completions_refuse_by_name(here: Fronted, fields: dict[str, Any], param
         ({"max_completion_tokens": 5}, "max_tokens", "invalid_value"),
         ({"prompt": "x"}, "prompt", "unknown_parameter"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "code"), [(path, *row) for path, rows in REFUSED.items() for row in rows]
 )
-def test_chat_refuses_by_name(here: Fronted, fields: dict[str, Any], param: str, code: str) -> None:
-    status, error, _ = post(here, CHAT, conversation(here, **fields))
-    assert (status, error["param"], error["code"]) == (400, param, code)
+def test_refused_by_name(here: Fronted, path: str, fields: dict[str, Any], param: str, code: str) -> None:
+    make = completion if path == COMPLETIONS else conversation
+    status, error, _ = post(here, path, make(here, **fields))
+    found = (status, error["type"], error["param"], error["code"])
+    assert found == (400, "invalid_request_error", param, code)
+    assert path == CHAT or param.partition("[")[0] in error["message"]
 
 
 @pytest.mark.parametrize(
     ("message", "param", "said"),
     [
-        (
-            {"role": "robot", "content": "x"},
-            "role",
-            "'robot' is none of system, developer, user, assistant, tool",
-        ),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "content", "image input is not supported"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "content", "audio input is not supported"),
-        (
-            {"role": "user", "content": [{"type": "refusal"}]},
-            "content",
-            "this part is not supported (type 'refusal')",
-        ),
+        ({"role": "robot"}, "role", "'robot' is none of system, developer, user, assistant, tool"),
+        ({"content": [{"type": "image_url"}]}, "content", "image input is not supported"),
+        ({"content": [{"type": "input_audio"}]}, "content", "audio input is not supported"),
+        ({"content": [{"type": "refusal"}]}, "content", "this part is not supported (type 'refusal')"),
     ],
 )
 def test_messages_are_refused_by_what_they_are(
     here: Fronted, message: dict[str, Any], param: str, said: str
 ) -> None:
-    status, error, _ = post(here, CHAT, conversation(here, messages=[message]))
+    messages = [{"role": "user", "content": "x"} | message]
+    status, error, _ = post(here, CHAT, conversation(here, messages=messages))
     assert (status, error["param"]) == (400, f"messages[0].{param}")
     assert said in error["message"]
 

@@ -24,18 +24,14 @@ from specwire.http.answer_cache import AnswerCache
 from specwire.http.errors import ApiError
 from specwire.http.origins import Origins
 from tests.support.certificates import Authority
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
 from tests.support.harness import LocalStack, local_stack
 
 MB = 1 << 20
 COMPLETIONS = "/v1/completions"
 LAST_CHUNK = b"0\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Fronted]:
-    with fronted("emulated:step_ms=1") as running:
-        yield running
+here = entered(lambda: fronted("emulated:step_ms=1"))
 
 
 @pytest.fixture(scope="module")

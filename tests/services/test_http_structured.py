@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema
@@ -12,6 +11,7 @@ import pydantic
 import pytest
 
 from specwire import embedded
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 
 SCHEMA = {
@@ -58,12 +58,7 @@ INHERITED = {
 }
 """As OpenAPI writes inheritance."""
 SAID: Any = [{"role": "user", "content": "Describe a container."}]
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Fronted]:
-    with fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR) as running:
-        yield running
+here = entered(lambda: fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR))
 
 
 @pytest.mark.sample(1)

@@ -86,32 +86,28 @@ def test_a_paused_stream_holds_nothing_and_goes_on_to_the_same_text(stack: Local
         assert stream.num_resumes == 0
 
 
-def test_a_paused_stream_gets_in_line_when_it_is_read(stack: LocalStack) -> None:
+async def test_a_paused_stream_gets_in_line_when_it_is_read(stack: LocalStack) -> None:
     """Where others read in all places, it waits until one of them is done."""
+    async with contextlib.AsyncExitStack() as exits:
 
-    async def run() -> None:
-        async with contextlib.AsyncExitStack() as exits:
+        async def begin(sampling: SamplingParams) -> AsyncStream:
+            client = await exits.enter_async_context(AsyncClient(stack.address))
+            context = client.stream(params=sampling, prompt_token_ids=PROMPT)
+            stream = await exits.enter_async_context(context)
+            await anext(stream)
+            return stream
 
-            async def begin(sampling: SamplingParams) -> AsyncStream:
-                client = await exits.enter_async_context(AsyncClient(stack.address))
-                context = client.stream(params=sampling, prompt_token_ids=PROMPT)
-                stream = await exits.enter_async_context(context)
-                await anext(stream)
-                return stream
-
-            paused = await begin(SAMPLING)
-            await asyncio.to_thread(until, stack, lambda status: status.num_paused == 1)
-            others = [asyncio.create_task(read(await begin(params(10_000)))) for _ in range(MAX_RUNNING)]
-            reading = asyncio.create_task(read(paused))
-            await asyncio.to_thread(until, stack, lambda status: status.num_waiting == 1)
-            assert not reading.done()
-            others[0].cancel()
-            assert len(await reading) == SAMPLING.max_tokens
-            assert paused.num_resumes == 0
-            for other in others:
-                other.cancel()
-
-    asyncio.run(run())
+        paused = await begin(SAMPLING)
+        await asyncio.to_thread(until, stack, lambda status: status.num_paused == 1)
+        others = [asyncio.create_task(read(await begin(params(10_000)))) for _ in range(MAX_RUNNING)]
+        reading = asyncio.create_task(read(paused))
+        await asyncio.to_thread(until, stack, lambda status: status.num_waiting == 1)
+        assert not reading.done()
+        others[0].cancel()
+        assert len(await reading) == SAMPLING.max_tokens
+        assert paused.num_resumes == 0
+        for other in others:
+            other.cancel()
 
 
 async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(

@@ -30,6 +30,7 @@ from specwire.rpc.wire.draft import DraftOrder
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 
@@ -116,12 +117,7 @@ class RawStream:
 
 
 Services = dict[str, boot.ModelService]
-
-
-@pytest.fixture
-def services() -> Iterator[Services]:
-    with started_services() as services:
-        yield services
+services = entered(started_services, scope="function")
 
 
 @pytest.fixture
@@ -242,33 +238,28 @@ async def prepared_within(call: FakeCall, stream: Any, num: int) -> list[Branch]
     async with asyncio.timeout(20):
         while not (len(lookahead._branches) >= num and all(branch.done for branch in lookahead._branches)):
             await call.read()
-    branches: list[Branch] = lookahead._branches
-    return branches
+    return lookahead._branches
 
 
-def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:
+async def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:
     """Branches of its round would begin at tokens that were not committed, and draft with judged random
     numbers."""
-
-    async def miss_during_a_push() -> list[tuple[int, int]]:
-        params, prepare = SamplingParams(seed=1, rule=Rule.REJECTION), Preparation(8, 4)
-        async with draft_stream(emulated) as (call, stream):
-            call.send([DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION)], [opening(1, params, 3)])
-            assert (await call.read()).answers
-            call.may_write.clear()
-            assert (await call.read()).prepared
-            call.send([DraftOrder(1, 2, 3, [63, 62], 4, prepare=prepare)])
-            [sequence] = stream.sequences.values()
-            async with asyncio.timeout(20):
-                while not sequence.num_unanswered:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                while sequence.num_unanswered:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-            call.may_write.set()
-            branches = await prepared_within(call, stream, 8)
-            return [(branch.job.committed_len, len(branch.path)) for branch in branches]
-
-    starts = asyncio.run(miss_during_a_push())
+    params, prepare = SamplingParams(seed=1, rule=Rule.REJECTION), Preparation(8, 4)
+    async with draft_stream(emulated) as (call, stream):
+        call.send([DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION)], [opening(1, params, 3)])
+        assert (await call.read()).answers
+        call.may_write.clear()
+        assert (await call.read()).prepared
+        call.send([DraftOrder(1, 2, 3, [63, 62], 4, prepare=prepare)])
+        [sequence] = stream.sequences.values()
+        async with asyncio.timeout(20):
+            while not sequence.num_unanswered:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            while sequence.num_unanswered:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        call.may_write.set()
+        branches = await prepared_within(call, stream, 8)
+        starts = [(branch.job.committed_len, len(branch.path)) for branch in branches]
     assert [start - num for start, num in starts] == [5] * len(starts)
 
 

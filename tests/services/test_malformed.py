@@ -11,17 +11,13 @@ from specwire.errors import InvalidRequestError
 from specwire.rpc.statuses import from_rpc_error
 from specwire.rpc.wire.verify import VerifyOrder
 from tests.support import model_streams
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import verify
 
 TRUNCATED = b"\x0a\x64"  # a field of 100 bytes, of which none come
 VERIFY = "/specwire.v1.VerifyService/Verify"
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    with local_stack("emulated:step_ms=0") as running:
-        yield running
+stack = entered(lambda: local_stack("emulated:step_ms=0"))
 
 
 def opening() -> bytes:

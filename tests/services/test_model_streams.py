@@ -22,6 +22,7 @@ from specwire.engine.streams import Limits, ModelStream
 from specwire.errors import DeadlineExceededError, ServiceDrainingError
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import VerifyOrder
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, local_stack
 from tests.support.model_streams import (
     RawStream,
@@ -49,10 +50,7 @@ def stack() -> Iterator[LocalStack]:
         yield running
 
 
-@pytest.fixture
-def slow() -> Iterator[LocalStack]:
-    with local_stack(SLOW, SLOW) as running:
-        yield running
+slow = entered(lambda: local_stack(SLOW, SLOW), scope="function")
 
 
 def opened(sequence_id: int, **fields: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -12,16 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from specwire import Completion, InvalidRequestError, SamplingParams, embedded
 from specwire.text import tokenizer
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 
 LONG = [(7 * i * i + 3 * i) % 2000 for i in range(150)]
 """Judged in three passes."""
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Fronted]:
-    with fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR) as running:
-        yield running
+here = entered(lambda: fronted(embedded.TARGET_DIR, embedded.DRAFT_DIR))
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from specwire.errors import (
 )
 from specwire.text.tokenizer import Tokenizer
 from tests.support import texts
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
 from tests.support.processes import wait_until
 
@@ -69,10 +70,7 @@ def encoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Encoding]:
     found.end()
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
+threads = entered(lambda: ThreadPoolExecutor(4), scope="function")
 
 
 def test_others_are_served_while_a_prompt_is_encoded(

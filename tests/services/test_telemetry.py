@@ -16,7 +16,6 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from coordinator.metrics import TABLE as COORDINATOR
 from specwire import Rule, SamplingParams
 from specwire.engine.metrics import TABLE as ENGINE
-from specwire.errors import ConfigError
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.telemetry.environment import BatchLimits
@@ -196,11 +195,3 @@ def test_a_collector_that_fails_is_sent_little_until_it_is_back() -> None:
     queue.force_flush()
     assert (queue.num_dropped, queue.num_exported) == (num_dropped, num_exported + 500)
     queue.shutdown()
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "many"])
-def test_a_queue_of_no_length_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", text)
-    with pytest.raises(ConfigError, match=f"OTEL_BSP_MAX_QUEUE_SIZE={text}"):
-        tracing.configure("test")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from specwire.engine.batch import Feed
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, verify
 from tests.support.pairs import save_good_draft, save_target
@@ -40,8 +41,7 @@ def test_a_round_runs_its_own_nodes_and_one_token(tmp_path: Path, family: str, n
 
         def counted(feeds: Sequence[Feed]) -> torch.Tensor:
             num_run.append(sum(len(feed.token_ids) for feed in feeds))
-            logits: torch.Tensor = forward(feeds)
-            return logits
+            return forward(feeds)
 
         runner.forward = counted
         done = stack.client.generate(params=TREE, prompt_token_ids=PROMPT)
@@ -58,10 +58,9 @@ def test_a_round_runs_its_own_nodes_and_one_token(tmp_path: Path, family: str, n
 # --- refusals ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[LocalStack]:
-    with local_stack("emulated:step_ms=0", "emulated:step_ms=0", coordinator_options={"rule": "block"}) as it:
-        yield it
+emulated = entered(
+    lambda: local_stack("emulated:step_ms=0", "emulated:step_ms=0", coordinator_options={"rule": "block"})
+)
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])

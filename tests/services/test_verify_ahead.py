@@ -28,11 +28,11 @@ from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict, Wanted
 from specwire.engine import boot
 from specwire.engine.jobs import TokenSequence
 from specwire.rpc.wire import model as model_wire
-from specwire.rpc.wire import verify as verify_wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
-from specwire.v1 import generation_pb2_grpc, verify_pb2_grpc
+from specwire.v1 import common_pb2, generation_pb2_grpc
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
-from tests.support.model_streams import raw_stream, verify
+from tests.support.model_streams import SequenceFailedError, raw_stream, verify
 from tests.support.paused import most_ahead, opening
 from tools.proxy.delay_proxy import Link
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
@@ -109,16 +109,10 @@ def watched(*, verify_ahead: bool = True, **options: Any) -> Iterator[Watched]:
         yield Watched(stack, servicers[0], services["verify"], streams)
 
 
-@pytest.fixture(scope="module")
-def off() -> Iterator[Watched]:
-    with watched(verify_ahead=False) as running:
-        yield running
+off = entered(lambda: watched(verify_ahead=False))
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Watched]:
-    with watched(draft_link=Link()) as running:
-        yield running
+running = entered(lambda: watched(draft_link=Link()))
 
 
 @pytest.fixture
@@ -367,6 +361,13 @@ def test_no_memory_to_go_on_in(
     assert begun_again.called
 
 
+def opened(prompt_len: int, *, may_go_on: bool = True, **fields: Any) -> common_pb2.OpenSequence:
+    """Sequence 1, coupled."""
+    opening = model_wire.open_sequence(GUMBEL, prompt_len, may_go_on=may_go_on, **fields)
+    opening.sequence_id = 1
+    return opening
+
+
 class TestRefusals:
     """By name, and one sequence at a time."""
 
@@ -377,27 +378,18 @@ class TestRefusals:
             (AheadOrder(1, 0, [], Proposal(3, [4])), True, "ahead_ids=0: must be over 0"),
             (AheadOrder(1, 1, [], Proposal(-1, [4])), True, "base_lens=-1"),
             (AheadOrder(1, 1, [], Proposal(3, [4] * 65)), True, "num_tokens=65"),
+            (
+                VerifyOrder(1, 1, 3, (), ahead_id=5),
+                True,
+                "ahead_ids=5: is not what the sequence goes on with",
+            ),
         ],
     )
-    def test_of_proposals(self, on: Watched, order: AheadOrder, may_go_on: bool, problem: str) -> None:
-        opening = model_wire.open_sequence(GUMBEL, 3, may_go_on=may_go_on)
-        opening.sequence_id = 1
-        request = verify_wire.request_to_proto([opening], [], [order])
-        with grpc.insecure_channel(on.stack.verify_address) as channel:
-            stub = verify_pb2_grpc.VerifyServiceStub(channel)
-            [answer] = list(stub.Verify(iter([request]), timeout=20))
-        [error] = answer.errors
-        assert problem in error.message
-
-    def test_of_a_round_that_was_not_announced(self, on: Watched) -> None:
-        opening = model_wire.open_sequence(GUMBEL, 3, may_go_on=True)
-        opening.sequence_id = 1
-        order = VerifyOrder(1, 1, 3, (), ahead_id=5)
-        request = verify_wire.request_to_proto([opening], [], [order])
-        with grpc.insecure_channel(on.stack.verify_address) as channel:
-            stub = verify_pb2_grpc.VerifyServiceStub(channel)
-            [answer] = list(stub.Verify(iter([request]), timeout=20))
-        assert "ahead_ids=5: is not what the sequence goes on with" in answer.errors[0].message
+    def test_of_what_cannot_be_begun(
+        self, on: Watched, order: AheadOrder | VerifyOrder, may_go_on: bool, problem: str
+    ) -> None:
+        with raw_stream(on.stack, "verify") as stream, pytest.raises(SequenceFailedError, match=problem):
+            stream.ask(verify(order, opened=[opened(3, may_go_on=may_go_on)]))
 
     @pytest.mark.parametrize(
         ("change", "problem"),
@@ -411,11 +403,9 @@ class TestRefusals:
     def test_of_requests_for_a_round_that_was(
         self, on: Watched, expected: Completion, change: dict[str, Any], problem: str
     ) -> None:
-        opening = model_wire.open_sequence(GUMBEL, len(PROMPT), may_go_on=True)
-        opening.sequence_id = 1
         first = AheadOrder(1, 1, expected.token_ids[:1], Proposal(len(PROMPT), [4]))
         with raw_stream(on.stack, "verify") as stream:
-            answer = stream.ask(verify(VerifyOrder(1, 1, 0, PROMPT), first, opened=[opening]))
+            answer = stream.ask(verify(VerifyOrder(1, 1, 0, PROMPT), first, opened=[opened(len(PROMPT))]))
             assert list(answer.continuations.ahead_ids) == [1]
             confirm = VerifyOrder(1, 2, len(PROMPT) + 1, (), ahead_id=1)
             stream.send(verify(confirm._replace(**change)))
@@ -426,11 +416,10 @@ class TestRefusals:
 
 def test_plain_rounds_are_begun_as_far_as_was_asked_for(on: Watched, expected: Completion) -> None:
     """Each that is asked for lets it begin one more. A coordinator that is gone leaves nothing behind."""
-    opening = model_wire.open_sequence(GUMBEL, len(PROMPT), may_go_on=True, end_len=200)
-    opening.sequence_id = 1
+    start = opened(len(PROMPT), end_len=200)
     num_before = on.verify.engine.status().num_steps
     with raw_stream(on.stack, "verify") as stream:
-        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT, wanted=Wanted(num_plain=3)), opened=[opening]))
+        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT, wanted=Wanted(num_plain=3)), opened=[start]))
         answers = [stream.read() for _ in range(4)]
         assert [list(each.ahead_ids) for each in answers] == [[], [-1], [-2], [-3]]
         assert [list(each.continuations.ahead_ids) for each in answers] == [[-1], [-2], [-3], []]
@@ -447,11 +436,9 @@ def test_plain_rounds_are_begun_as_far_as_was_asked_for(on: Watched, expected: C
 def test_a_sequence_goes_on_a_bounded_number_of_rounds(on: Watched, expected: Completion) -> None:
     """Nothing is asked for: it stops when as many rounds are begun as proposals may be kept."""
     text, num = expected.token_ids, len(PROMPT)
-    opening = model_wire.open_sequence(GUMBEL, num, may_go_on=True)
-    opening.sequence_id = 1
     with mock.patch("verify_service.stream.MAX_AHEAD", 3), raw_stream(on.stack, "verify") as stream:
         # The text is known: each is for one more token of it, and proposes one that is wrong.
         orders = [AheadOrder(1, i, text[:i], Proposal(num, [(text[i] + 1) % 64])) for i in range(1, 9)]
-        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT), *orders, opened=[opening]))
+        stream.send(verify(VerifyOrder(1, 1, 0, PROMPT), *orders, opened=[opened(num)]))
         begun = [each for _ in range(4) for each in stream.read().continuations.ahead_ids]
         assert begun == [1, 2, 3]

@@ -118,8 +118,7 @@ class Cluster:
 
     def pods(self, component: str) -> list[Any]:
         """Of a component, those that end included."""
-        items: list[Any] = self.get("pods", "-l", f"app.kubernetes.io/component={component}")["items"]
-        return items
+        return self.get("pods", "-l", f"app.kubernetes.io/component={component}")["items"]
 
     def address(self, component: str, port: int) -> str:
         """IP and port of a component's first pod."""

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.support.tiny_models import VOCAB_SIZE, _spread
+from tests.support.tiny_models import VOCAB_SIZE, _spread, add_noise
 
 START, EOS = 0, 2
 LENGTH = 96
@@ -58,11 +58,7 @@ def build(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, **overrid
 def save(directory: Path, family: str, seed: int = 0, *, noise: float = 0.0, **overrides: Any) -> Path:
     """A saved model; with noise on its weights it is a draft that is mostly right."""
     model = build(family, seed, **overrides)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            scale = noise * weight.std() if weight.numel() > 1 else noise
-            weight.add_(torch.randn(weight.shape, generator=generator) * scale)
+    add_noise(model, noise, seed + 1)
     model.save_pretrained(directory)
     return directory
 
@@ -71,5 +67,4 @@ def save(directory: Path, family: str, seed: int = 0, *, noise: float = 0.0, **o
 def own_logits(model: Any, encoder_input: list[int], tokens: list[int]) -> torch.Tensor:
     """transformers' own, [num_tokens, vocab_size], of decoder tokens after an input."""
     ids, decoded = torch.tensor([encoder_input]), torch.tensor([tokens])
-    found: torch.Tensor = model(input_ids=ids, decoder_input_ids=decoded, use_cache=False).logits[0]
-    return found
+    return model(input_ids=ids, decoder_input_ids=decoded, use_cache=False).logits[0]

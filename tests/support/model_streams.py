@@ -105,8 +105,7 @@ class RawStream:
         with contextlib.suppress(grpc.RpcError):
             for _ in self._call:
                 pass
-        code: grpc.StatusCode = self._call.code()
-        return code
+        return self._call.code()
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -23,11 +23,7 @@ def save_good_draft(
 ) -> Path:
     """The target with noise on its weights: mostly right."""
     model = tiny_models.build(family, seed, **overrides)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            scale = noise * weight.std() if weight.numel() > 1 else noise
-            weight.add_(torch.randn(weight.shape, generator=generator) * scale)
+    tiny_models.add_noise(model, noise, seed + 1)
     return tiny_models.save(model, directory)
 
 

@@ -194,6 +194,15 @@ def _spread(model: PreTrainedModel) -> None:
                 weight.add_(torch.randn_like(weight) * 0.1)
 
 
+def add_noise(model: PreTrainedModel, noise: float, seed: int) -> None:
+    """To each weight, as a share of what its tensor's weights spread."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            scale = noise * weight.std() if weight.numel() > 1 else noise
+            weight.add_(torch.randn(weight.shape, generator=generator) * scale)
+
+
 def save(model: PreTrainedModel, directory: Path | str) -> Path:
     """Write the model as `from_pretrained` reads it; returns the directory."""
     model.save_pretrained(directory)
@@ -225,5 +234,4 @@ def written_by_transformers(model: Any, prompt: list[int], num_tokens: int, **op
             eos_token_id=None,
             **options,
         )
-    found: list[int] = output[0, len(prompt) :].tolist()
-    return found
+    return output[0, len(prompt) :].tolist()

@@ -67,7 +67,7 @@ class Trace:
                 attributes=named | ({names.ERROR_TYPE: error} if error else {}),
                 resource={"service.name": f"specwire-{role}"},
                 is_error=bool(error),
-                kind=_KINDS.get(name, INTERNAL),
+                kind=KINDS.get(name, INTERNAL),
                 links=tuple(SpanLink(self._trace_id, link) for link in links),
                 events=tuple(
                     SpanEvent(event, START_NS + round(at_ms * MS), {}) for event, at_ms in events.items()
@@ -102,7 +102,7 @@ class Trace:
         return self.add(f"{role}.serve", start_ms, start_ms + residence_ms, call, batch_size=1, **spent)
 
 
-_KINDS = {
+KINDS = {
     "generate": SERVER,
     "draft": CLIENT,
     "verify": CLIENT,

@@ -44,8 +44,7 @@ def _reference(family: str, skipped: tuple[Block, ...]) -> Tensor:
         [module] = [getattr(layer, name) for name in names[block.kind] if hasattr(layer, name)]
         module.register_forward_hook(_nothing)
     model.set_attn_implementation("eager")
-    logits: Tensor = model(input_ids=torch.from_numpy(TOKENS)[None], use_cache=False).logits[0]
-    return logits
+    return model(input_ids=torch.from_numpy(TOKENS)[None], use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

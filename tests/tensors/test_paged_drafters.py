@@ -1,28 +1,32 @@
 """Drafters whose keys lie in the target's pages: layers for multi-token prediction, and a block drafter.
 
-What they draft is what transformers drafts with them, wherever their keys come from.
+What they draft is what transformers drafts with them, wherever their keys come from; limits and refusals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.generation import candidate_generator
 
-from specwire.engine.batch import Feed
+from specwire.engine.batch import Batch, Feed, Segments
 from specwire.engine.model import block, mtp
 from specwire.engine.model.block import BlockRunner
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.mtp import MtpRunner
+from specwire.errors import ContextLengthError, ModelLoadError, ResourceExhaustedError
+from specwire.proposals.tree import TokenTree
 from tests.support import blocks
 from tests.support import mtp as mtp_targets
 from tests.support.pairs import save_target
-from tests.support.tiny_models import MTP_FAMILIES
+from tests.support.tiny_models import CONTEXT_LEN, MTP_FAMILIES, build, save
 
 PROMPT = [5, 9, 11, 2, 7, 4, 30, 21]
 NUM_DRAFTS = 4
@@ -32,11 +36,13 @@ class Drafter(NamedTuple):
     """A runner, and what transformers needs to draft alike.
 
     Attributes:
+        load: loads what drafts once more, after the model.
         drafted: greedy drafts after a token that follows a cache, which keeps its length.
         generator: of transformers; `settings` of its `generate` choose it.
     """
 
     target: Path
+    load: Callable[[Any], Any]
     runner: Any
     drafted: Callable[[Any, Any, int, int], list[int]]
     generator: type[Any]
@@ -50,14 +56,14 @@ class Drafter(NamedTuple):
         return model
 
 
-@pytest.fixture(scope="module", params=[*MTP_FAMILIES, "block"])
-def drafter(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
-    directory: Path = tmp_path_factory.mktemp("drafter")
-    if request.param != "block":
-        target = mtp_targets.save_mtp_target(directory / "target", request.param, spread=0.6)
+def _drafter(name: str, directory: Path) -> Drafter:
+    """Layers of one of `MTP_FAMILIES`, or a block drafter."""
+    if name != "block":
+        target = mtp_targets.save_mtp_target(directory / "target", name, spread=0.6)
         model = load_model(target, dtype="float32")
         return Drafter(
             target,
+            mtp.load,
             MtpRunner(model, mtp.load(model), num_pages=64, page_size=4),
             mtp_targets.drafted,
             candidate_generator.MTPCandidateGenerator,
@@ -68,11 +74,21 @@ def drafter(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
     assistant = AutoModel.from_pretrained(saved, dtype=torch.float32)
     return Drafter(
         target,
-        BlockRunner(model, block.load(saved, model), num_pages=64, page_size=4),
+        partial(block.load, saved),
+        BlockRunner(model, block.load(saved, model), num_pages=160, page_size=4),
         blocks.drafted,
         candidate_generator.DFlashTokenCandidateGenerator,
         {"speculation_type": "dflash", "assistant_model": assistant},
     )
+
+
+@pytest.fixture(scope="module", params=[*MTP_FAMILIES, "block"])
+def drafter(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
+    return _drafter(request.param, tmp_path_factory.mktemp("drafter"))
+
+
+layers = pytest.mark.parametrize("drafter", MTP_FAMILIES, indirect=True)
+blocks_alone = pytest.mark.parametrize("drafter", ["block"], indirect=True)
 
 
 def test_they_draft_what_transformers_does(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +143,92 @@ def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
             states = runner.draft([other, pieces], [9, 3])
             assert runner.logits(states[1, 1:]).argmax(dim=-1).tolist() == expected
     runner.pool.check_integrity()
+
+
+@layers
+def test_after_a_path_of_a_tree(drafter: Drafter) -> None:
+    """Nodes are computed after their parents, and the path that is kept moves together."""
+    path, parents, runner = [17, 23, 5], [-1, -1, 1, 2, 0], drafter.runner
+    nodes = [40, 17, 23, 5, 41]
+    with runner.new_sequence() as plain, runner.new_sequence() as kept:
+        runner.forward([Feed(plain, [*PROMPT, *path])])
+        tree = TokenTree(len(PROMPT), tuple(parents))
+        runner.forward([Feed(kept, [*PROMPT, *nodes], 1, tree)])
+        kept.keep(len(PROMPT), [1, 2, 3])
+        assert drafter.drafted(runner, kept, 3, 3) == drafter.drafted(runner, plain, 3, 3)
+
+
+@layers
+def test_a_full_cache(drafter: Drafter) -> None:
+    """Nothing is appended then."""
+    runner = drafter.runner
+    with runner.new_sequence() as cache, runner.new_sequence() as other:
+        runner.forward([Feed(cache, PROMPT)])
+        other.reserve(runner.pool.num_free_pages * runner.pool.page_size)
+        with pytest.raises(ResourceExhaustedError):
+            runner.advance([Feed(cache, [1])], 0, None)
+        assert cache.length == len(PROMPT)
+
+
+@blocks_alone
+def test_the_end_of_the_context(drafter: Drafter) -> None:
+    length = CONTEXT_LEN - blocks.BLOCK_SIZE + 1
+    with drafter.runner.new_sequence() as cache:
+        drafter.runner.forward([Feed(cache, [1] * length)])
+        with pytest.raises(ContextLengthError):
+            drafter.runner.draft([cache], [1])
+        assert cache.length == length
+
+
+def test_first_tokens_are_left_out() -> None:
+    """Of each sequence those that a layer has no state for; one with no others is not in the row."""
+    segments = Segments([0, 3, 4, 6], [3, 1, 9], [[0], [1], [2, 3]], 8, {}, ())  # type: ignore[list-item]
+    numbers = np.arange(6)
+    row = Batch(numbers, numbers, np.array([0, 1, 2, 8, 23, 24]), segments, numbers)
+    kept, left = mtp.without_first(row, 1)
+    assert kept.tolist() == [False, True, True, False, True, True]
+    assert [*left.query_offsets] == [0, 2, 4]
+    assert [*left.encoder_lens] == [1, 1]
+    assert mtp.previous_slots(row)[kept].tolist() == [0, 1, 22, 23]
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [
+        ("llama", "'llama' has no layers for multi-token prediction"),
+        ("mellum", "weights are missing"),  # of layers that its config announces
+    ],
+)
+def test_models_without_layers(family: str, problem: str, tmp_path: Path) -> None:
+    model = load_model(save(build(family), tmp_path / family))
+    with pytest.raises(ModelLoadError, match=problem):
+        mtp.load(model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"hidden_size": 16}, "is for states of 16, and the target has 32"),
+        ({"target_layer_ids": [0, 7]}, "reads layer 7, and the target has 2"),
+        ({"mask_token_id": 500}, "its mask is token 500, which the target cannot read"),
+        (None, "'llama' is no block drafter"),
+    ],
+)
+def test_block_drafters_of_other_targets(overrides: Any, problem: str, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    saved = target if overrides is None else blocks.save_block_drafter(tmp_path / "drafter", **overrides)
+    with pytest.raises(ModelLoadError, match=problem):
+        block.load(saved, load_model(target, dtype="float32"))
+
+
+def test_control_states_of_others_are_refused(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at loading notices layers that read a token's own state, and blocks of layers in disorder."""
+    own = BlockRunner._note
+
+    def swapped(self: BlockRunner, number: int, *args: Any) -> None:
+        own(self, 1 - number, *args)
+
+    monkeypatch.setattr(BlockRunner, "_note", swapped)
+    monkeypatch.setattr(mtp, "previous_slots", lambda batch: batch.slots)
+    with pytest.raises(ModelLoadError, match="self-check failed"):
+        drafter.load(load_model(drafter.target, dtype="float32"))

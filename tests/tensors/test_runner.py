@@ -53,8 +53,7 @@ def _runner(family: str, *, num_pages: int = 128, page_size: int = 4) -> ModelRu
 def _reference(family: str, token_ids: Sequence[int]) -> Tensor:
     """transformers' own eager logits from scratch, [num_tokens, vocab_size]."""
     ids = torch.tensor([list(token_ids)])
-    logits: Tensor = reference_model(family)(input_ids=ids, use_cache=False).logits[0]
-    return logits
+    return reference_model(family)(input_ids=ids, use_cache=False).logits[0]
 
 
 def _tokens(num_tokens: int, seed: int = 0) -> list[int]:

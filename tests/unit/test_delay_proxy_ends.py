@@ -32,6 +32,7 @@ class TestStall:
             await (await opening)[0].sends_to((await opening)[1], b"new")
 
 
+@pytest.mark.parametrize("direction", Direction)
 class TestOneWay:
     """The faults that concern one direction, or one end."""
 
@@ -41,7 +42,6 @@ class TestOneWay:
         client, served = pair
         return (client, served) if direction is Direction.THERE else (served, client)
 
-    @pytest.mark.parametrize("direction", Direction)
     async def test_a_link_of_one_direction(self, direction: Direction) -> None:
         async with Linked(Link()) as linked:
             near, far = self.sides(await linked.connect(), direction)
@@ -51,7 +51,6 @@ class TestOneWay:
             linked.proxy.degrade(direction, Link())
             assert await near.sends_to(far, b"fast") < 500 * MS
 
-    @pytest.mark.parametrize("direction", Direction)
     async def test_silence_in_one_direction(self, direction: Direction) -> None:
         async with Linked(Link(rtt_ms=2)) as linked:
             near, far = self.sides(await linked.connect(), direction)
@@ -64,7 +63,6 @@ class TestOneWay:
             linked.proxy.resume(direction)
             assert await reading == b"held"
 
-    @pytest.mark.parametrize("direction", Direction)
     async def test_a_reset_that_one_end_does_not_hear_of(self, direction: Direction) -> None:
         async with Linked(Link()) as linked:
             near, far = self.sides(await linked.connect(), direction)
@@ -79,7 +77,6 @@ class TestOneWay:
             near.writer.close()
             await until(lambda: linked.proxy.num_connections == 0)
 
-    @pytest.mark.parametrize("direction", Direction)
     async def test_an_unasked_for_end(self, direction: Direction) -> None:
         async with Linked(Link(rtt_ms=20)) as linked:
             near, far = self.sides(await linked.connect(), direction)
@@ -96,7 +93,6 @@ class TestOneWay:
             near.writer.close()
             await until(lambda: linked.proxy.num_connections == 0)
 
-    @pytest.mark.parametrize("direction", Direction)
     async def test_an_end_that_comes_late(self, direction: Direction) -> None:
         async with Linked(Link()) as linked:
             near, far = self.sides(await linked.connect(), direction)

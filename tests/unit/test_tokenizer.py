@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -25,6 +26,7 @@ TEMPLATE = (
 )
 
 SAID = [{"role": "user", "content": "hello"}]
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{}]}
 CONVERSATION = '''"""Be brief."""
 
 
@@ -153,14 +155,9 @@ def test_importing_the_module_is_light() -> None:
 class TestChatTemplate:
     def test_a_conversation_ends_where_the_assistant_begins(self, directory: Path) -> None:
         tokenizer = load_present(directory)
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+        ids = tokenizer.apply_chat_template(SAID)
         assert tokenizer.decode(ids) == "user: helloassistant: "
         assert [i for i in ids if i in tokenizer.special_ids] == [0, 1, 0]
-
-    def test_without_a_template(self) -> None:
-        with pytest.raises(UnsupportedError) as caught:
-            Tokenizer(make()).apply_chat_template([{"role": "user", "content": "hello"}])
-        assert caught.value.field == "messages"
 
     def test_tools_are_rendered(self) -> None:
         template = "{% if not tools is defined %}{% set tools = none %}{% endif %}"
@@ -168,56 +165,52 @@ class TestChatTemplate:
         template += "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE
         tokenizer = Tokenizer(make(template=template))
         tools = [{"type": "function", "function": {"name": "there"}}]
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tools=tools)
+        ids = tokenizer.apply_chat_template(SAID, tools=tools)
         assert tokenizer.decode(ids) == "[there]user: helloassistant: "
         assert tokenizer.tool_template == template
 
     def test_variables_of_the_template(self) -> None:
         template = "{% set deep = deep | default(false) %}{{ deep }}{{ effort }}" + TEMPLATE
         tokenizer = Tokenizer(make(template=template))
-        said = [{"role": "user", "content": "hello"}]
-        ids = tokenizer.apply_chat_template(said, template_kwargs={"deep": True, "effort": "high"})
+        ids = tokenizer.apply_chat_template(SAID, template_kwargs={"deep": True, "effort": "high"})
         assert tokenizer.decode(ids).startswith("Truehighuser")
         for name in ("shallow", "messages", "tokenize", "chat_template"):
             with pytest.raises(UnsupportedError) as caught:
-                tokenizer.apply_chat_template(said, template_kwargs={name: "x"})
+                tokenizer.apply_chat_template(SAID, template_kwargs={name: "x"})
             assert caught.value.field == f"chat_template_kwargs.{name}"
 
-    def test_fields_that_a_template_does_not_read(self, directory: Path) -> None:
-        called = {"role": "assistant", "content": "", "tool_calls": [{}]}
-        with pytest.raises(UnsupportedError) as caught:
-            load_present(directory).apply_chat_template([{"role": "user", "content": "x"}, called])
-        assert caught.value.field == "messages[1].tool_calls"
-
-    def test_a_template_without_tools(self, directory: Path) -> None:
-        with pytest.raises(UnsupportedError) as caught:
-            load_present(directory).apply_chat_template([{"role": "user", "content": "hello"}], tools=[{}])
-        assert caught.value.field == "tools"
-
-    def test_what_a_template_cannot_compute_with(self) -> None:
-        tokenizer = Tokenizer(make(template="{{ 'x' + tools[0].n }}"))
-        with pytest.raises(InvalidRequestError, match="refuses"):
-            tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tools=[{"n": 1}])
-
-    def test_what_the_template_refuses(self, directory: Path) -> None:
-        with pytest.raises(InvalidRequestError, match="no tools here"):
-            load_present(directory).apply_chat_template([{"role": "tool", "content": "x"}])
-
     @pytest.mark.parametrize(
-        ("messages", "field"),
+        ("template", "messages", "tools", "field"),
         [
-            ([], "messages"),
-            ("hello", "messages"),
-            (["hello"], "messages[0]"),
-            ([{"role": "user"}], "messages[0].content"),
-            ([{"role": "user", "content": "x"}, {"content": "x"}], "messages[1].role"),
-            ([{"role": "user", "content": ["x"]}], "messages[0].content"),
+            (None, SAID, (), "messages"),
+            (TEMPLATE, [*SAID, CALLED], (), "messages[1].tool_calls"),
+            (TEMPLATE, SAID, [{}], "tools"),
         ],
     )
-    def test_malformed_messages_are_named(self, directory: Path, messages: object, field: str) -> None:
-        with pytest.raises(InvalidRequestError) as caught:
-            load_present(directory).apply_chat_template(messages)  # type: ignore[arg-type]
+    def test_what_a_template_does_not_read(
+        self, template: Any, messages: Any, tools: Any, field: str
+    ) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            Tokenizer(make(template=template)).apply_chat_template(messages, tools=tools)
         assert caught.value.field == field
+
+    @pytest.mark.parametrize(
+        ("template", "messages", "problem"),
+        [
+            ("{{ 'x' + tools[0].n }}", SAID, "refuses"),
+            (TEMPLATE, [{"role": "tool", "content": "x"}], "no tools here"),
+            (TEMPLATE, [], r"messages="),
+            (TEMPLATE, "hello", r"messages="),
+            (TEMPLATE, ["hello"], r"messages\[0\]="),
+            (TEMPLATE, [{"role": "user"}], r"messages\[0\].content="),
+            (TEMPLATE, [*SAID, {"content": "x"}], r"messages\[1\].role="),
+            (TEMPLATE, [{"role": "user", "content": ["x"]}], r"messages\[0\].content="),
+        ],
+    )
+    def test_what_is_refused(self, template: str, messages: Any, problem: str) -> None:
+        tools = [{"n": 1}] if "tools[0]" in template else ()
+        with pytest.raises(InvalidRequestError, match=problem):
+            Tokenizer(make(template=template)).apply_chat_template(messages, tools=tools)
 
     def test_a_file_takes_the_place_of_the_models_own(self, directory: Path, tmp_path: Path) -> None:
         (path := tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
