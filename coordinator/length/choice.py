@@ -50,8 +50,10 @@ _SWITCH_ROUNDS = 1.0
 """What a trial loses besides: what was prepared is lost, and some rounds do not count."""
 _TRIAL_SHARE, _FIRST_TRIAL_ROUNDS = 0.02, 6.0
 """Share of the time that trials may be expected to lose, and rounds that they may lose besides."""
-_CHANGE_RATIO = 1.01
-"""A way replaces another one that it is so many times as fast as."""
+_CHANGE_RATIO, _LEAST_GAIN = 1.01, 1.05
+"""A way replaces another one that it is so many times as fast as; one that drafts, plain decoding, where
+nothing is prepared. Where both are alike, changes and trials cost more than they bring: 4 to 64 streams of the
+embedded pair had 0.96 to 0.98 of plain decoding, and have 0.98 to 1.00. A draft that works ahead costs nothing."""
 _TREE_GAIN, _UNKNOWN, _KNOWN_ROUNDS = 1.25, 0.2, 25
 """Tokens of a tree beyond the first over those of a chain, before one was tried: of 32 nodes, with the
 embedded pair. The logarithm of what a shape brings that was not tried may be wrong by so much, and has half
@@ -265,6 +267,7 @@ class SharedChoice:
             self._held[among] = self._decided(among, held)
 
     def _learn_block(self, block: Block, among: Among) -> None:
+        block.num_sequences = self.costs.num_sequences
         if block.steps.get(0, 0) >= _PLAIN_SHARE * block.num_rounds:
             block.way = PLAIN  # as streams chose for their own texts
         elif not among.is_fixed:
@@ -286,10 +289,12 @@ class SharedChoice:
     def _entered(self, among: Among, before: _Held | None) -> _Held:
         """With a new number of streams, or for the first time: the way of which the most is expected, unless
         another one was to be tried."""
+        if before is not None:
+            self.costs.rescale(self._num_streams, before.num_streams)
         ways = self._open(among)
         way = before.best if before and before.best in ways else ways[0]
         if self.are_known:
-            way = ways[int(np.argmax(self._rates(among, ways)[0]))]
+            way = ways[int(np.argmax(self._merits(ways, self._rates(among, ways)[0])))]
             self._prospects.clear()
             self.why_not = self._reason()
         is_tried = before is not None and before.way != before.best and before.way in ways
@@ -299,10 +304,11 @@ class SharedChoice:
         """At the end of a block: the best way, or one to try."""
         ways = self._open(among)
         rates, covariance = self._rates(among, ways)
-        best = int(np.argmax(rates))
-        if held.best in ways and rates[best] - rates[ways.index(held.best)] < math.log(_CHANGE_RATIO):
+        merits = self._merits(ways, rates)
+        best = int(np.argmax(merits))
+        if held.best in ways and merits[best] - merits[ways.index(held.best)] < math.log(_CHANGE_RATIO):
             best = ways.index(held.best)
-        tried = self._worth_a_trial(rates, covariance, best, held.block)
+        tried = self._worth_a_trial(merits, covariance, best, held.block)
         self.num_trials += tried != best and ways[tried] != held.way
         self._prospects.clear()
         self.why_not = self._reason()
@@ -317,6 +323,12 @@ class SharedChoice:
                 ", ".join(f"{way} {math.exp(rate - rates[best]):.2f}" for rate, way in compared),
             )
         return self._hold(ways[tried], ways[best])
+
+    @staticmethod
+    def _merits(ways: Sequence[Way], rates: Sequence[float]) -> list[float]:
+        """The logarithms of rates, as they are compared with one another."""
+        least = 0.0 if any(way.prepares for way in ways) else math.log(_LEAST_GAIN)
+        return [rate - way.drafts * least for way, rate in zip(ways, rates, strict=True)]
 
     def _worth_a_trial(self, rates: Sequence[float], covariance: Any, best: int, block: Block) -> int:
         """Which to take next: the one of which a trial is worth most, or the best one.
@@ -337,7 +349,7 @@ class SharedChoice:
         return tried
 
     def _hold(self, way: Way, best: Way) -> _Held:
-        return _Held(way, best, Block(way, self.costs.num_sequences), self._num_streams)
+        return _Held(way, best, Block(way), self._num_streams)
 
     def _open(self, among: Among) -> list[Way]:
         """Ways that may be taken now."""

@@ -51,7 +51,7 @@ class Block:
     """
 
     way: Way
-    num_sequences: float
+    num_sequences: float = 1.0
     steps: dict[int, int] = field(default_factory=dict)
     time_ns: float = 0.0
     num_tokens: int = 0
@@ -119,6 +119,11 @@ class RoundCosts:
         if target is not None and not self._load.base_ns:
             self._load = target
         self._told = draft or self._told
+
+    def rescale(self, num_streams: int, before: int) -> None:
+        """Other streams run: passes will have as many more sequences, before they are seen."""
+        self.num_sequences = min(float(num_streams), self.num_sequences * num_streams / before)
+        self.num_sequences = max(1.0, self.num_sequences)
 
     def add(self, done: Round, way: Way) -> None:
         """A round of any stream."""

@@ -45,14 +45,15 @@ def measure(runner: Runner) -> CostModel:
 
 
 def measure_draft(runner: Any) -> CostModel:
-    """The same of a draft model that runs after the target's passes, or goes on after its own, by nodes.
+    """The same of a draft model that runs after the target's passes, or goes on after its own, by nodes: one
+    of each sequence, since what a sequence costs is most of what a node does.
 
     Args:
         runner: a `ModelRunner`.
     """
     costs = CostModel(1)
     chains = [*_chains_measured(runner)]
-    costs.assume(chains or [(each[1:2], each[2]) for each in _measured(runner)])
+    costs.assume(chains or [(each[1:2], each[2]) for each in _measured(runner) if each[0] == each[1]])
     return costs
 
 
