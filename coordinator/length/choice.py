@@ -50,7 +50,7 @@ _SWITCH_ROUNDS = 1.0
 """What a trial loses besides: what was prepared is lost, and some rounds do not count."""
 _TRIAL_SHARE, _FIRST_TRIAL_ROUNDS = 0.02, 6.0
 """Share of the time that trials may be expected to lose, and rounds that they may lose besides."""
-_CHANGE_RATIO, _LEAST_GAIN = 1.01, 1.05
+_CHANGE_RATIO, _LEAST_GAIN = 1.01, 1.03
 """A way replaces another one that it is so many times as fast as; one that drafts, plain decoding, where
 nothing is prepared. Where both are alike, changes and trials cost more than they bring: 4 to 64 streams of
 the embedded pair had 0.96 to 0.98 of plain decoding, and have 0.98 to 1.00. A draft that works ahead costs

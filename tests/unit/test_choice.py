@@ -336,14 +336,14 @@ CHAINS, PREPARED, TREE = Way(True), Way(True, CHAIN, True), Way(True, 16)
 
 def test_ways_that_share_a_cause_are_believed_alike() -> None:
     slower, spread = believed((CHAINS, 3.0, 0.0))
-    assert slower[CHAINS] == pytest.approx(3.0, rel=0.05)
+    assert slower[CHAINS] == pytest.approx(3.0, rel=0.08)
     assert slower[CHAINS] > slower[TREE] > slower[PLAIN] > 1.3
-    assert spread[CHAINS] < 0.06 < spread[TREE] < min(spread[PREPARED], spread[PLAIN])
+    assert spread[CHAINS] < 0.11 < spread[TREE] < min(spread[PREPARED], spread[PLAIN])
 
 
 def test_what_only_preparing_slows_is_not_held_against_drafts() -> None:
     slower, _ = believed((PREPARED, 3.0, 0.0), (CHAINS, 1.0, 0.0))
-    assert slower[TREE] < 1.15
+    assert slower[TREE] < 1.2
     assert slower[Way(True, 16, True)] > 1.8
 
 
