@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,16 @@ def in_turn(names: Iterable[str], turn: int) -> list[str]:
     return list(names)[:: -1 if turn % 2 else 1]
 
 
-async def measure(address: str, beside: str, point: Point, num_turns: int) -> Measured:
+async def measure(address: str, beside: str, point: Point, num_turns: int, others: Sequence[str]) -> Measured:
     """All turns of a point, with services that have served nothing yet.
 
     Args:
         beside: address of a stack whose draft is a service; it idles in the turns of the others.
+        others: settings beside automatic and plain.
     """
-    may_be_tree = point.rule != "rejection"
-    found = Measured(
-        point, rates={name: [] for name, each in SETTINGS.items() if may_be_tree or "max_depth" not in each}
-    )
+    ruled_out = {name for name, each in SETTINGS.items() if point.rule == "rejection" and "max_depth" in each}
+    names = (name for name in SETTINGS if name in {AUTO, PLAIN, *others} - ruled_out)
+    found = Measured(point, rates={name: [] for name in names})
     params = replace(RULES[point.rule], max_tokens=NUM_TOKENS, ignore_eos=True)
     async with AsyncClient(address, timeout_s=600.0) as client, AsyncClient(beside, timeout_s=600.0) as other:
 
@@ -147,16 +148,12 @@ async def measure(address: str, beside: str, point: Point, num_turns: int) -> Me
         for turn in range(max(4, NUM_LEARNING_TOKENS // (NUM_TOKENS * point.num_streams))):
             rates = {name: await asked(name, turn) for name in in_turn((AUTO, PLAIN), turn)}
             found.learning.append(rates[AUTO] / rates[PLAIN])
-            await asked(SERVICE, turn)
+            if SERVICE in found.rates:
+                await asked(SERVICE, turn)
         for turn in range(num_turns):
             for name in in_turn(found.rates, turn):
                 found.rates[name].append(await asked(name, turn))
     return found
-
-
-def points(pairs: Sequence[str], streams: Sequence[int], rules: Sequence[str]) -> Iterator[Point]:
-    """In the order in which they are measured."""
-    return (Point(pair, num, rule) for pair in pairs for num in streams for rule in rules)
 
 
 def config_of(pair: str, device: str) -> UpConfig:
@@ -183,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", nargs="+", default=[*PAIRS[:2]], choices=PAIRS)
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--rules", nargs="+", default=[*RULES], choices=[*RULES])
+    parser.add_argument("--settings", nargs="*", default=[*SETTINGS], help="beside automatic and plain")
     parser.add_argument("--device", default="cpu", help="of target and draft")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the table here, and figures beside it as JSON")
@@ -191,10 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{TRAINED_DIR} has no trained pair; make it with `{TRAINING}`")
     print("\n".join(HEADER), flush=True)
     found = []
-    for point in points(args.pairs, args.streams, args.rules):
+    for each in itertools.product(args.pairs, args.streams, args.rules):
+        point = Point(*each)
         config = config_of(point.pair, args.device)
         with Stack(config) as stack, Stack(replace(config, draft_placement="service")) as other:
-            found.append(asyncio.run(measure(stack.address, other.address, point, args.turns)))
+            found.append(asyncio.run(measure(stack.address, other.address, point, args.turns, args.settings)))
         print(found[-1].row, flush=True)
         if args.out:
             write(args.out, found)
