@@ -24,7 +24,7 @@ import numpy as np
 
 from coordinator.generation import Round
 from coordinator.length.round_costs import Block, RoundCosts
-from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, At, Deviations, Way
+from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Deviations, Moment, Way
 from specwire.core import Load
 from specwire.proposals.estimate.forecast import SharedAcceptance
 from specwire.proposals.estimate.rates import best_length
@@ -275,7 +275,7 @@ class SharedChoice:
             self._learn_share(block)
         self._measured[block.way] = block.num_tokens / block.time_ns
         ratio = block.time_ns / self.costs.modelled_ns(block)
-        self._deviations.add(block.way, ratio, self._at)
+        self._deviations.add(block.way, ratio, self._moment)
 
     def _learn_share(self, block: Block) -> None:
         """What streams get of what an average text would have brought: each drafts as suits its own."""
@@ -364,7 +364,7 @@ class SharedChoice:
         """Expected logarithm of tokens a nanosecond by way, and its covariance."""
         if self.costs.is_drafted_by_target and not self._measured:
             self._deviations = Deviations(in_target=True)
-        slowness, covariance = self._deviations.of([PLAIN, *ways], self._at)
+        slowness, covariance = self._deviations.of([PLAIN, *ways], self._moment)
         self._slowness.update(zip([PLAIN, *ways], np.exp(slowness).tolist(), strict=True))
         if among.is_fixed:
             rates = [-math.log(self._slowness[way] * self.costs.round_ns(way, among.most)) for way in ways]
@@ -415,7 +415,8 @@ class SharedChoice:
         return [1 + _TREE_GAIN * (tokens - 1) for tokens in self.acceptances[CHAIN].tokens()]
 
     def _num_streams_changed(self, held: _Held) -> bool:
-        return abs(math.log2(self._num_streams / held.num_streams)) >= _NEW_OCTAVES
+        before, now = held.num_streams, self._num_streams
+        return before != now and abs(math.log2(now / before)) >= _NEW_OCTAVES
 
     # --- what is said of it -------------------------------------------------------------------------
 
@@ -428,7 +429,7 @@ class SharedChoice:
     @property
     def longest(self) -> int:
         """Most draft tokens one after another at present."""
-        return self.prospects(self.chosen).longest if self.chosen.drafts else 0
+        return self._promised(self.chosen).longest if self.chosen.drafts else 0
 
     @property
     def num_outcomes(self) -> int:
@@ -501,8 +502,8 @@ class SharedChoice:
         return f"does not pay here: {', '.join(parts)}"
 
     @property
-    def _at(self) -> At:
-        return At(self._now, self._num_streams, self.costs.pass_ns)
+    def _moment(self) -> Moment:
+        return Moment(self._now, self._num_streams, self.costs.pass_ns)
 
     @property
     def _num_streams(self) -> int:

@@ -44,6 +44,8 @@ CHAIN, TREES = 0, (16, 32, 64)
 PLAIN = Way()
 WAYS = (PLAIN, *(Way(True, nodes, prepares) for prepares in (False, True) for nodes in (CHAIN, *TREES)))
 
+_LASTING, _PASSING = (0.3, 0.5, 0.3, 0.2), (0.2, 0.2)
+"""Standard deviations by cause, in the order of `_causes`, in logarithms of time."""
 _LASTS_S, _PASSES_S, _OCTAVES = 400.0, 4.0, 4.0
 """Seconds after which a deviation has fallen to a third, one that lasts and one that passes, and doublings of
 the number of streams."""
@@ -57,7 +59,7 @@ is sooner forgotten."""
 Floats = npt.NDArray[np.float64]
 
 
-class At(NamedTuple):
+class Moment(NamedTuple):
     """When, with how many streams, and what a pass of one token is believed to cost then."""
 
     now_s: float
@@ -76,13 +78,14 @@ class Deviations:
         """Args:
         in_target: the target drafts by itself.
         """
-        spreads = [0.3, 0.5, 0.3, 0.2, 0.2, 0.0 if in_target else 0.2, *[_OWN] * len(WAYS)]
-        lasts = [_LASTS_S] * 4 + [_PASSES_S] * 2 + [_LASTS_S] * len(WAYS)
+        passing = _PASSING[0], 0.0 if in_target else _PASSING[1]
+        spreads = [*_LASTING, *passing, *[_OWN] * len(WAYS)]
+        lasts = [_LASTS_S] * len(_LASTING) + [_PASSES_S] * len(passing) + [_LASTS_S] * len(WAYS)
         self._variances, self._lasts_s = np.square(spreads), np.array(lasts)
         self._mean, self._covariance = np.zeros(len(spreads)), np.diag(self._variances)
-        self._at: At | None = None
+        self._at: Moment | None = None
 
-    def add(self, way: Way, ratio: float, at: At) -> None:
+    def add(self, way: Way, ratio: float, at: Moment) -> None:
         """Rounds of a way took so many times their modelled time."""
         mean, covariance = self._moved(at)
         causes = _causes(way)
@@ -93,13 +96,13 @@ class Deviations:
         self._covariance = covariance - np.outer(gain, shared)
         self._at = at
 
-    def of(self, ways: Sequence[Way], at: At) -> tuple[Floats, Floats]:
+    def of(self, ways: Sequence[Way], at: Moment) -> tuple[Floats, Floats]:
         """[n] mean and [n, n] covariance of ways."""
         mean, covariance = self._moved(at)
         causes = np.array([_causes(way) for way in ways])
         return causes @ mean, causes @ covariance @ causes.T
 
-    def _moved(self, at: At) -> tuple[Floats, Floats]:
+    def _moved(self, at: Moment) -> tuple[Floats, Floats]:
         """What is known of all causes there. Where passes are said to cost more than they were, what was
         measured is a smaller multiple of it: times are what is believed."""
         before = self._at or at

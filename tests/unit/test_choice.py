@@ -14,7 +14,7 @@ from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
 from coordinator.length.choice import Prospects, SharedChoice
 from coordinator.length.planners import AdaptiveLength, FixedLength, Length, choose
-from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, WAYS, At, Deviations, Way
+from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, WAYS, Deviations, Moment, Way
 from specwire.core import Load, ModelInfo, Outcome, Proposal, Verdict
 from specwire.proposals.estimate.costs import CostModel
 from specwire.proposals.estimate.rates import best_length
@@ -324,8 +324,8 @@ def believed(*seen: tuple[Way, float, float], num_streams: int = 1, now: float =
     """Means and deviations by way, where some took so many times their modelled time at some time."""
     deviations = Deviations()
     for way, ratio, at in seen:
-        deviations.add(way, ratio, At(at, 1, 1.0))
-    mean, covariance = deviations.of(WAYS, At(now, num_streams, 1.0))
+        deviations.add(way, ratio, Moment(at, 1, 1.0))
+    mean, covariance = deviations.of(WAYS, Moment(now, num_streams, 1.0))
     return dict(zip(WAYS, np.exp(mean), strict=True)), dict(
         zip(WAYS, np.sqrt(np.diag(covariance)), strict=True)
     )
