@@ -156,4 +156,4 @@ def _check(model: Any) -> None:
     if is_quantised(model.config):
         raise ModelLoadError("--learn: quantised weights cannot be changed")
     if any("forward" in vars(module) for module in model.modules()):
-        raise ModelLoadError("--learn: bfloat16 weights are packed on this processor; use --dtype float32")
+        raise ModelLoadError("--learn: the weights are packed for this processor, and cannot be changed")

@@ -53,7 +53,8 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         halves = encoder_decoder.load(source, dtype=own_dtype, device=str(device))
         served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
         return served, encoder_decoder.describe(halves, source)
-    model = load_model(source, dtype=own_dtype, device=str(device))
+    learns = isinstance(config, DraftConfig) and config.learn
+    model = load_model(source, dtype=own_dtype, device=str(device), packs=not learns)
     own = config.own
     if own.source == MTP:
         predicting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)

@@ -31,13 +31,13 @@ def flash_attention_with_lse(
     return output, lse
 
 
-def can_pack_weights() -> bool:
-    """Whether this torch has the operators of oneDNN, and this processor its bfloat16 instructions."""
-    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+def can_pack_weights(dtype: torch.dtype) -> bool:
+    """Whether this torch has the operators of oneDNN, and this processor instructions for the dtype."""
     has_kernels: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return (
-        has_kernels and all(hasattr(_mkldnn, name) for name in names) and _mkldnn._is_mkldnn_bf16_supported()
-    )
+    if not has_kernels or not all(hasattr(_mkldnn, name) for name in MKLDNN_OPERATORS):
+        return False
+    is_supported = dtype == torch.bfloat16 and _mkldnn._is_mkldnn_bf16_supported()
+    return bool(dtype == torch.float32 or is_supported)
 
 
 def pack_weight(weight: Tensor, num_tokens: int) -> Tensor:

@@ -11,7 +11,8 @@ from specwire.engine.model import packing
 from specwire.engine.model.packing import pack_linears
 from tests.support import tiny_models
 
-packs = pytest.mark.skipif(not private.can_pack_weights(), reason="this processor has no bfloat16 kernels")
+HAS_KERNELS = private.can_pack_weights(torch.bfloat16)
+packs = pytest.mark.skipif(not HAS_KERNELS, reason="this processor has no bfloat16 kernels")
 
 
 @packs
@@ -71,19 +72,31 @@ def test_a_bias_that_is_taken_away_later_is_not_added() -> None:
     torch.testing.assert_close(linear(tokens), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.skipif(not private.can_pack_weights(torch.float32), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("num_outputs", [200, 256, 4096])
+@torch.inference_mode()
+def test_of_float32_weights_large_ones_are_packed_and_middling_ones_kept_too(num_outputs: int) -> None:
+    plain = nn.Linear(256, num_outputs)
+    many, one = torch.randn(1, 5, 256), torch.randn(1, 1, 256)
+    expected = plain(many), plain(one)
+    assert pack_linears(plain) == (num_outputs >= 256)
+    assert plain.weight.untyped_storage().nbytes() == (4 if num_outputs == 4096 else 4 * 256 * num_outputs)
+    torch.testing.assert_close((plain(many), plain(one)), expected)
+
+
 @torch.inference_mode()
 def test_other_formats_and_other_layers_are_left_alone() -> None:
     class Doubled(nn.Linear):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(tokens)
 
-    model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8, dtype=torch.bfloat16))
+    model = nn.Sequential(nn.Linear(512, 512, dtype=torch.float64), Doubled(8, 8, dtype=torch.bfloat16))
     assert pack_linears(model) == 0
 
 
 @torch.inference_mode()
 def test_where_nothing_is_packed_the_model_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "can_pack_weights", lambda: False)
+    monkeypatch.setattr(packing, "can_pack_weights", lambda dtype: False)
     plain = nn.Linear(8, 8, dtype=torch.bfloat16)
     assert pack_linears(plain) == 0
     assert plain(torch.ones(1, 8, dtype=torch.bfloat16)).shape == (1, 8)

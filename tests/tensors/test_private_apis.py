@@ -43,12 +43,14 @@ def test_torch_has_a_flash_kernel_for_cpus_that_returns_lse() -> None:
 def test_torch_has_the_operators_that_pack_weights() -> None:
     missing = [name for name in private.MKLDNN_OPERATORS if not hasattr(torch.ops.mkldnn, name)]
     assert not torch.backends.mkldnn.is_available() or not missing, (
-        f"{TORCH}: {missing} of torch.ops.mkldnn are gone, so bfloat16 models run unpacked on CPUs, slower; "
+        f"{TORCH}: {missing} of torch.ops.mkldnn are gone, so models run unpacked on CPUs, slower; "
         "see torch/_inductor/fx_passes/mkldnn_fusion.py for what the compiler packs weights with now"
     )
 
 
-@pytest.mark.skipif(not private.can_pack_weights(), reason="this processor has no bfloat16 kernels")
+@pytest.mark.skipif(
+    not private.can_pack_weights(torch.bfloat16), reason="this processor has no bfloat16 kernels"
+)
 def test_a_packed_product_is_the_plain_one() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens, weight, bias = (

@@ -151,5 +151,5 @@ def test_packed_weights_are_refused() -> None:
     served = runner()
     linear = next(module for module in served.model.modules() if isinstance(module, nn.Linear))
     linear.forward = linear.forward  # type: ignore[method-assign]
-    with pytest.raises(ModelLoadError, match="--learn: bfloat16 weights are packed"):
+    with pytest.raises(ModelLoadError, match="--learn: the weights are packed"):
         student_of(served)

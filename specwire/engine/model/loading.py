@@ -37,7 +37,9 @@ _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu") -> Any:
+def load_model(
+    source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu", packs: bool = True
+) -> Any:
     """Load a causal language model for the engine, and check that the engine reproduces its logits.
 
     Args:
@@ -45,6 +47,7 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
         dtype: of the weights: the name of a torch dtype, or `auto` for that of the checkpoint; on CUDA `auto`
             converts a float32 checkpoint to bfloat16. Quantised weights keep their format.
         device: where to load it.
+        packs: whether weights may be packed on a CPU; packed ones cannot learn.
 
     Returns:
         The transformers model in eval mode, with the engine's attention.
@@ -59,7 +62,8 @@ def load_model(source: str | os.PathLike[str], *, dtype: str = "auto", device: s
             model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
             if not is_quantised(config):
                 model = model.to(device)
-            pack_linears(model)
+            if packs:
+                pack_linears(model)
             self_check(model)
     return model
 
