@@ -172,7 +172,8 @@ slow: setup suites
 	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "slow and not serial"; parallel=$$?; \
 	$(PYTEST) -m "slow and serial" && exit $$parallel
 
-# Four machines as network namespaces, whose links fail: 2 minutes. Needs root, iproute2, nftables and openssl.
+# Four machines as network namespaces, whose links fail, and a target over two of them: 4 minutes, or 6 on busy cores.
+# Needs root, iproute2, nftables and openssl.
 test-hosts: export OMP_NUM_THREADS = 1
 test-hosts: setup
 	$(PYTEST) -rA tests/hosts

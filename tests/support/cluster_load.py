@@ -21,6 +21,8 @@ from typing import Any
 PROMPTS = ["def fibonacci(", "class Queue:", "import os\n", "for i in range("]
 PATIENCE_S = 60.0
 """Longer than a container takes to restart."""
+TIMEOUT_S = 600.0
+"""Longer than a Ray cluster takes to restart on a busy machine: what is lost is to fail, not what is late."""
 
 
 class Sdk:
@@ -31,10 +33,10 @@ class Sdk:
 
         patience_s, max_resumes = (PATIENCE_S, 5) if tries_again else (0.0, 0)
         retry = RetryPolicy(patience_s=patience_s, max_resumes=max_resumes)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"timeout_s": TIMEOUT_S}
         if authority := os.environ.get("LOAD_CA"):
             token = Path(os.environ["LOAD_TOKEN_FILE"]).read_text().strip()
-            options = {"tls": TLS(ca=authority), "token": token}
+            options |= {"tls": TLS(ca=authority), "token": token}
         self.client: Any = AsyncClient(address, retry=retry, **options)
 
     async def parts(self, prompt: str, num_tokens: int) -> AsyncIterator[list[Any]]:

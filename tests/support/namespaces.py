@@ -38,6 +38,12 @@ class Machines:
         """What starts a command on the machine with this address."""
         return ["ip", "netns", "exec", self._name + address]
 
+    def pids(self, address: str) -> list[int]:
+        """Of all processes on the machine."""
+        listed = ["ip", "netns", "pids", self._name + address]
+        found = subprocess.run(listed, check=True, capture_output=True, text=True, timeout=10).stdout
+        return [int(pid) for pid in found.split()]
+
     def call(self, names: Mapping[str, str]) -> None:
         """Write what each name stands for into every machine's hosts file, also of processes that run."""
         text = "".join(f"{address} {name}\n" for name, address in names.items())
