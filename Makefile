@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tools tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow test-cluster test-vllm suites peers train clean
+.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow test-hosts test-cluster test-vllm suites peers train clean
 
 demo: $(VENV)/demo
 	@$(BIN)/specwire demo
@@ -119,11 +119,13 @@ sbom: setup build/tools/installed
 images:
 	k8s/digests.sh
 
-# Programs of Debian that tests run: Chromium with its driver, for the page; Prometheus, for metrics and alerts. Needs root.
+# Programs of Debian that tests run: Chromium with its driver, for the page; Prometheus, for metrics and alerts; what
+# makes networks of namespaces. Needs root.
 system:
-	@(command -v chromium && command -v chromedriver && command -v promtool) >/dev/null || (apt-get update -qq && \
+	@(command -v chromium && command -v chromedriver && command -v promtool && command -v nft && command -v tc) \
+		>/dev/null || (apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-		chromium chromium-driver fonts-dejavu-core prometheus)
+		chromium chromium-driver fonts-dejavu-core prometheus nftables iproute2)
 
 format: setup
 	$(BIN)/ruff format $(CODE)
@@ -169,6 +171,12 @@ slow: export OMP_NUM_THREADS = 1
 slow: setup suites
 	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "slow and not serial"; parallel=$$?; \
 	$(PYTEST) -m "slow and serial" && exit $$parallel
+
+# Four machines as network namespaces, whose links fail, and a target over two of them: 4 minutes, or 6 on busy cores.
+# Needs root, iproute2, nftables and openssl.
+test-hosts: export OMP_NUM_THREADS = 1
+test-hosts: setup
+	$(PYTEST) -rA tests/hosts
 
 # On the cluster that KUBECONFIG points at, with our image under the name in CLUSTER_IMAGE: 20 minutes on two cores.
 test-cluster: setup

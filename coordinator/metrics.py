@@ -43,6 +43,11 @@ def _replicas(now: CoordinatorSnapshot) -> Labelled:
     }
 
 
+def _kv_usage(now: CoordinatorSnapshot) -> float:
+    replicas = now.verify.available
+    return sum(each.num_held_pages for each in replicas) / max(1, sum(each.num_pages for each in replicas))
+
+
 TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
     # requests
     Metric(
@@ -264,6 +269,12 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
         "Draft and verify services that new streams may go to, or may not.",
         _replicas,
         ("role", "state"),
+    ),
+    Metric(
+        MetricKind.GAUGE,
+        "specwire_verify_kv_usage",
+        "Fraction of the verify services' KV caches that sequences hold, as last reported, once a second.",
+        _kv_usage,
     ),
     Metric(
         MetricKind.COUNTER,

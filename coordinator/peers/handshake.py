@@ -259,7 +259,10 @@ class RemoteReplica(Replica):
         info = wire.model_info_from_proto(response.model)
         check_version(info)
         self._check(info)
-        self.num_other_streams = max(0, response.status.num_sequences - self.num_streams)
+        status = response.status
+        self.num_other_streams = max(0, status.num_sequences - self.num_streams)
+        self.num_held_pages = status.num_held_pages
+        self.num_pages = status.num_held_pages + status.num_free_pages
         self.mark_ready(info)
 
     async def page_of_tokenizer(self, offset: int) -> bytes:

@@ -40,6 +40,7 @@ class Replica(abc.ABC):
         is_leaving: whether its address is no longer listed; it is closed after its last stream.
         num_streams: streams that this coordinator has open there.
         num_other_streams: streams of other coordinators, as the service last reported.
+        num_held_pages, num_pages: of its KV cache, held by sequences and in all, as it last reported.
         num_lost: how often it was lost after it had been available.
         num_failures: how often it was lost since it last answered a request.
         last_used: number of the last stream opened there, among all of its pool.
@@ -54,6 +55,7 @@ class Replica(abc.ABC):
         self.incompatibility: Exception | None = None
         self.was_contacted = self.is_leaving = False
         self.num_streams = self.num_other_streams = self.num_lost = self.num_failures = 0
+        self.num_held_pages = self.num_pages = 0
         self._costs = CostModel(2)
         self._bounds_s: dict[tuple[int, int], float] = {}
         self._learnt_from = 0

@@ -95,6 +95,7 @@ EQUIVALENTS = (
         "specwire_spec_decode_num_accepted_tokens_per_pos_total",
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     ),
+    Equivalent("specwire_verify_kv_usage", "vllm:kv_cache_usage_perc"),
     Equivalent("specwire_engine_preemptions_total", "vllm:num_preemptions_total"),
     Equivalent("specwire_engine_kv_pages", "vllm:kv_cache_usage_perc", _usage, labels=()),
 )

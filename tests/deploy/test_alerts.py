@@ -9,14 +9,17 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import pytest
 import yaml
 
 from specwire import Rule, SamplingParams
+from specwire.errors import SpecwireError
 from specwire.telemetry.endpoint import MetricsEndpoint
 from specwire.telemetry.metrics import Group
 from tests.services.test_metrics import (
@@ -40,6 +44,7 @@ from tests.services.test_metrics import (
 from tests.support.fronts import front
 from tests.support.harness import LOOPBACK, LocalStack, LoopThread, local_stack
 from tests.support.manifests import K8S, ROOT
+from tools.proxy.delay_proxy import Link
 
 pytestmark = pytest.mark.serial
 
@@ -74,6 +79,9 @@ def test_promtool_finds_nothing(verb: str, file: Path) -> None:
 def test_each_alert_is_tested_and_says_what_to_do() -> None:
     tested = Path(__file__).with_name("alerts.yml").read_text()
     page = (ROOT / "docs/metrics.md").read_text()
+    runbook = (ROOT / "docs/runbook.md").read_text()
+    assert re.findall(r"^### (Specwire\w+)$", runbook, re.M) == [rule["alert"] for rule in alerts()]
+    assert all(name in page for name in re.findall(r"\bspecwire_\w+", runbook)), "metrics by their names"
     for rule in alerts():
         assert f"| `{rule['alert']}` |" in page
         assert f'alertname="{rule["alert"]}"' in tested
@@ -113,6 +121,13 @@ class Prometheus:
         with urllib.request.urlopen(url, timeout=UNTIL_S) as response:
             return json.load(response)["data"]
 
+    def firing(self) -> set[str]:
+        """Names of the alerts that fire now."""
+        with contextlib.suppress(urllib.error.URLError):  # it still starts
+            found = self.get("alerts")["alerts"]
+            return {each["labels"]["alertname"] for each in found if each["state"] == "firing"}
+        return set()
+
     def has(self, query: str) -> bool:
         """Whether it has a number for this query."""
         found = self.get("query", query=query)["result"]
@@ -120,14 +135,19 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
-    """The component's configuration, but for where the targets are found and how often they are scraped."""
+def prometheus(folder: Path, targets: list[str], *, soon: bool = False) -> Iterator[Prometheus]:
+    """The component's configuration, but for where the targets are found and how often they are scraped.
+
+    Args:
+        soon: whether alerts fire within seconds instead of minutes.
+    """
     config = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
     [job] = config["scrape_configs"]
     config["scrape_configs"] = [{"job_name": job["job_name"], "static_configs": [{"targets": targets}]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    shutil.copy(RULES, folder)
+    rules = re.sub(r"\[\d+m\]", "[4s]", RULES.read_text()) if soon else RULES.read_text()
+    (folder / RULES.name).write_text(re.sub(r"for: \d+m", "for: 1s", rules) if soon else rules)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     [container] = [
@@ -193,3 +213,52 @@ def test_prometheus_scrapes_a_stack_and_every_query_has_an_answer(tmp_path: Path
         window = {"start": str(now_s - 600), "end": str(now_s + 60)}
         [series] = server.get("query_exemplars", query="test_stage_seconds_bucket", **window)
         assert {each["labels"]["trace_id"] for each in series["exemplars"]} == {TRACE}
+
+
+@pytest.mark.slow  # that each fires and is silent when it should is promtool's to say, above
+def test_each_alert_is_provoked_as_the_runbook_says(tmp_path: Path) -> None:
+    """A draft that guesses nothing, more clients than places and pages, a slow target; then no draft."""
+    program("prometheus")
+    shown = {"metrics_address": LOOPBACK}
+    crowded = {"max_running": 2, "max_waiting": 4, "draft_timeout_ms": 200.0}
+    with (
+        announced() as addresses,
+        local_stack(
+            "emulated:step_ms=300",
+            "emulated:step_ms=1,alpha=0",
+            coordinator_options=shown | crowded,
+            verify_options=shown | {"num_kv_tokens": 128},
+            draft_options=shown,
+            draft_link=Link(),
+        ) as stack,
+        prometheus(tmp_path, addresses, soon=True) as server,
+        ThreadPoolExecutor(8) as clients,
+    ):
+        ended = threading.Event()
+
+        def ask(number: int) -> None:
+            params = SamplingParams(max_tokens=8, rule=Rule.GUMBEL)
+            prompt = [10 + number] * len(PROMPT)  # no pages are shared
+            while not ended.is_set():
+                with contextlib.suppress(SpecwireError):  # refused for good
+                    stack.client.generate(params=params, prompt_token_ids=prompt)
+
+        for number in range(8):
+            clients.submit(ask, number)
+        try:
+            expected = {rule["alert"] for rule in alerts()}
+            fired_within(server, expected - {"SpecwireDraftLost"})
+            assert stack.draft_proxy is not None
+            stack.draft_proxy.stall()
+            fired_within(server, {"SpecwireDraftLost"})
+        finally:
+            ended.set()
+
+
+def fired_within(server: Prometheus, wanted: set[str]) -> None:
+    """Until each of these has fired."""
+    deadline = time.monotonic() + 2 * UNTIL_S
+    while wanted:
+        assert time.monotonic() < deadline, wanted
+        time.sleep(0.2)
+        wanted = wanted - server.firing()

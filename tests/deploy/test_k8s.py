@@ -47,7 +47,8 @@ class TestOverlay:
 
     def test_runs_every_service_with_all_that_belongs_to_it(self, name: str) -> None:
         manifests = rendered(name)
-        for kind in ("Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"):
+        assert HEALTH_SERVICES.keys() <= {pod.labels[COMPONENT] for pod in manifests.services_pods}
+        for kind in ("Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"):
             assert HEALTH_SERVICES.keys() <= manifests.of(kind).keys(), kind
 
     def test_denies_what_no_policy_allows(self, name: str) -> None:
@@ -262,6 +263,36 @@ DEFECTS: dict[str, list[tuple[Any, ...]]] = {
         ("RayCluster target: spec.rayVersion", "2.9.0", "rayVersion 2.9.0 is not"),
         ("RayCluster target: spec.workerGroupSpecs.0.minReplica", 1, "'minReplica' was unexpected"),
         (f"RayCluster target: spec.headGroupSpec.{POD[5:]}.container", [], "'container' was unexpected"),
+    ],
+    "lws": [
+        (
+            "LeaderWorkerSet target: spec.leaderWorkerTemplate.size",
+            1,
+            "LeaderWorkerSet target leader: wants 16 GPUs, and the Ray cluster has 8",
+        ),
+        ("LeaderWorkerSet target: spec.leaderWorkerTemplate.sizes", 2, "'sizes' was unexpected"),
+        (
+            "LeaderWorkerSet target: spec.leaderWorkerTemplate.workerTemplate.spec.restart",
+            "x",
+            "LeaderWorkerSet target: $.template.spec",
+        ),
+    ],
+    "node": [
+        ("ScaledObject draft: spec.scaleTargetRef.name", "drafts", "ScaledObject draft: its target is not"),
+        (
+            "ScaledObject verify: spec.triggers.1.metadata.query",
+            "max(specwire_kv_usage)",
+            "ScaledObject verify: there is no metric specwire_kv_usage",
+        ),
+        (
+            f"Deployment verify: {POD}.initContainers.0.securityContext",
+            {},
+            "Deployment verify: has more rights at first",
+        ),
+    ],
+    "inference-pool": [
+        ("InferencePool specwire: spec.targetPorts.0.number", 8000, "Deployment http has no port 8000"),
+        ("http: SPECWIRE_METRICS_FROM", "coordinator:9465", "coordinator:9465 is no Service's port"),
     ],
     "secure": [
         (probe_with_a_misspelt_flag, "unrecognized arguments: --servername"),

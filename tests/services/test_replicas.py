@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 import coordinator.service
 import draft_service.service
 import verify_service.service
+from coordinator.peers import handshake
 from coordinator.peers.addresses import Names, resolve_by_system
 from coordinator.peers.attempts import MAX_FAILURES, Attempts
 from coordinator.peers.handshake import check_same
@@ -475,6 +476,38 @@ async def test_a_draft_that_does_not_fit_is_refused_at_start_if_there_is_no_othe
             pass
     async with serving(verify, f"{other},{fits}") as client:
         assert (await generate(client)).speculation.num_draft_tokens > 0
+
+
+async def test_services_of_another_protocol_version_are_left_out_until_an_upgrade_is_whole(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft first, then verify: texts without drafts, then a pause, and the same text when both fit again."""
+    check, upgraded = handshake.check_version, set[str]()
+
+    def checked(info: ModelInfo) -> None:
+        version = info.protocol_version + (info.name in upgraded)
+        check(dataclasses.replace(info, protocol_version=version))
+
+    monkeypatch.setattr(handshake, "check_version", checked)
+    verify, draft = await services.start("verify", TARGET), await services.start("draft", DRAFT)
+    async with serving(verify, draft) as client:
+
+        async def left_out(role: str) -> bool:
+            [found] = (await replicas(client, role)).values()
+            return "speaks protocol version" in found.unavailable
+
+        expected = await generate(client)
+        upgraded.add(DRAFT)
+        await until(lambda: left_out("draft"))
+        plain = await generate(client)
+        assert (plain.token_ids, plain.speculation.num_draft_tokens) == (expected.token_ids, 0)
+        upgraded.add(TARGET)
+        await until(lambda: left_out("verify"))
+        waiting = asyncio.create_task(generate(client))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        upgraded.clear()
+        assert (await waiting).token_ids == expected.token_ids
 
 
 async def test_replicas_that_are_not_there_are_taken_up_when_they_come(services: Services) -> None:

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,21 +206,25 @@ class Cluster:
         """
         environ = ["env", "PYTHONPATH=/tmp/site", "python", "-u", "-c", _LOAD]
         command = [kubectl(), "-n", CLIENTS, "exec", "-i", "friend", "--", *environ, api, address]
-        with subprocess.Popen(
-            [*command, str(num_streams), str(num_tokens)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as running:
-            assert running.stdout is not None
-            load = Load()
-            try:
-                assert running.stdout.readline() == "begun\n"
-                yield load
-                out, _ = running.communicate(timeout=180)  # which closes its input: no further ones begin
-                load.ended(json.loads(out))
-            finally:
-                running.kill()
+        with loading([*command, str(num_streams), str(num_tokens)]) as load:
+            yield load
+
+
+@contextlib.contextmanager
+def loading(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Load]:
+    """What a command that runs `cluster_load` does meanwhile; its figures are there at the end."""
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        try:
+            assert running.stdout.readline() == "begun\n"
+            load = Load(running)
+            yield load
+            out, _ = running.communicate(timeout=180)  # which closes its input: no further ones begin
+            load.ended(json.loads(out))
+        finally:
+            running.kill()
 
 
 class Load:
@@ -231,7 +235,19 @@ class Load:
         different: of these, other than the first one of their prompt.
         failed: how often each error was raised.
         longest_pause_s: between two parts of a text, or before the first.
+        texts: the first one of each prompt.
     """
+
+    def __init__(self, running: subprocess.Popen[str]) -> None:
+        self._running = running
+
+    def so_far(self) -> int:
+        """How many texts were complete by now."""
+        assert self._running.stdin is not None
+        assert self._running.stdout is not None
+        self._running.stdin.write("\n")
+        self._running.stdin.flush()
+        return int(self._running.stdout.readline())
 
     def ended(self, found: dict[str, Any]) -> None:
         """Take the figures; they are printed for the note."""
@@ -239,6 +255,7 @@ class Load:
         self.different: int = found["different"]
         self.failed: dict[str, int] = found["failed"]
         self.longest_pause_s: float = found["longest_pause_s"]
+        self.texts: dict[str, list[Any]] = found.pop("texts")
         print(f"{found}", file=sys.stderr)
 
     def check(self, *, at_least: int = 1) -> None:

@@ -1,7 +1,8 @@
-"""Runs in a pod: seeded streams until standard input ends, each compared with the first one of its prompt.
+"""Runs in a pod or on a machine: seeded streams until standard input ends, each compared with the first one.
 
-Arguments: sdk, once or openai, address, number of streams, tokens of each. Prints `begun`, and at the end its
-figures as JSON.
+Arguments: sdk, once or openai, address, number of streams, tokens of each, and prompts, if not these. LOAD_CA
+and LOAD_TOKEN_FILE name a client's files. Prints `begun`, for each line of input how many texts are done, and
+at the end its figures as JSON.
 """
 
 from __future__ import annotations
@@ -9,26 +10,34 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 PROMPTS = ["def fibonacci(", "class Queue:", "import os\n", "for i in range("]
 PATIENCE_S = 60.0
 """Longer than a container takes to restart."""
+TIMEOUT_S = 600.0
+"""Longer than a Ray cluster takes to restart on a busy machine: what is lost is to fail, not what is late."""
 
 
 class Sdk:
     """Texts as token ids, by the SDK, or by what asks once, over one connection, as most clients of gRPC."""
 
     def __init__(self, address: str, *, tries_again: bool) -> None:
-        from specwire import AsyncClient, RetryPolicy
+        from specwire import TLS, AsyncClient, RetryPolicy
 
         patience_s, max_resumes = (PATIENCE_S, 5) if tries_again else (0.0, 0)
         retry = RetryPolicy(patience_s=patience_s, max_resumes=max_resumes)
-        self.client: Any = AsyncClient(address, retry=retry)
+        options: dict[str, Any] = {"timeout_s": TIMEOUT_S}
+        if authority := os.environ.get("LOAD_CA"):
+            token = Path(os.environ["LOAD_TOKEN_FILE"]).read_text().strip()
+            options |= {"tls": TLS(ca=authority), "token": token}
+        self.client: Any = AsyncClient(address, retry=retry, **options)
 
     async def parts(self, prompt: str, num_tokens: int) -> AsyncIterator[list[Any]]:
         """Those of a text, as they come."""
@@ -65,7 +74,7 @@ class Load:
         self._api = api
         self._num_tokens = num_tokens
         self._first: dict[str, list[Any]] = {}
-        self._done = self._different = 0
+        self.done = self._different = 0
         self._failed: collections.Counter[str] = collections.Counter()
         self.longest_pause_s = 0.0
 
@@ -82,36 +91,37 @@ class Load:
             self._failed[f"{type(error).__name__}: {str(error)[:200]}"] += 1
             await asyncio.sleep(0.2)
             return
-        self._done += 1
+        self.done += 1
         self._different += text != self._first.setdefault(prompt, text)
 
     @property
     def figures(self) -> dict[str, Any]:
         """As they are printed."""
         pause_s = round(self.longest_pause_s, 2)
-        counts = {"done": self._done, "different": self._different, "failed": self._failed}
-        return counts | {"longest_pause_s": pause_s}
+        counts = {"done": self.done, "different": self._different, "failed": self._failed}
+        return counts | {"texts": self._first} | {"longest_pause_s": pause_s}
 
 
-async def main(kind: str, address: str, num_streams: int, num_tokens: int) -> None:
+async def main(kind: str, address: str, num_streams: int, num_tokens: int, prompts: list[str]) -> None:
     """First each prompt once, then all streams."""
     ended = threading.Event()
-
-    def wait() -> None:
-        sys.stdin.read()
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
     api = OpenAI(address) if kind == "openai" else Sdk(address, tries_again=kind == "sdk")
     load = Load(api, num_tokens)
 
+    def listen() -> None:
+        for _ in sys.stdin:
+            print(load.done, flush=True)
+        ended.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+
     async def stream(number: int) -> None:
         while not ended.is_set():
-            await load.one(PROMPTS[number % len(PROMPTS)])
+            await load.one(prompts[number % len(prompts)])
             number += 1
 
     async with api.client:
-        for prompt in PROMPTS:
+        for prompt in prompts:
             await load.one(prompt)
         load.longest_pause_s = 0.0
         print("begun", flush=True)
@@ -120,4 +130,4 @@ async def main(kind: str, address: str, num_streams: int, num_tokens: int) -> No
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:] or PROMPTS))

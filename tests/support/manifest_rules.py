@@ -28,8 +28,8 @@ from specwire.errors import ConfigError
 from specwire.rpc.server import CONNECTION_AGE_MS
 from specwire.telemetry.metrics import Metric
 from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
+from tests.support.custom_schemas import CUSTOM
 from tests.support.manifests import COMPONENT, ROOT, Manifests, Object, Pod, may_connect, named_port
-from tests.support.ray_schema import RAY_CLUSTER
 
 DNS = "dns:///"
 OLDEST_KUBERNETES = "1.30"
@@ -52,8 +52,10 @@ METRICS: dict[str, Sequence[Metric[Any]]] = {
 }
 ADDRESSES = ("verify_address", "draft_address", "ray_address", "server")
 """Fields with the address of a peer."""
-OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR", "RAY_USAGE_STATS_ENABLED"}
-"""Of Python's libraries; the rest is ours, or OpenTelemetry's as specwire/telemetry/tracing.py reads it."""
+OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR"}
+OTHERS_VARIABLES |= {"RAY_USAGE_STATS_ENABLED", "RAY_NUM_GPUS"}
+"""Of Python's libraries and of scripts; the rest is ours, or OpenTelemetry's, as
+specwire/telemetry/tracing.py reads it."""
 NOT_OURS = {"specwire-client", "specwire-observer"}
 """Labels that pods of others carry to be let in."""
 SHUTDOWN_MARGIN_S = 5
@@ -75,14 +77,13 @@ def problems(manifests: Manifests) -> list[str]:
 def schema(manifests: Manifests) -> Iterator[str]:
     """The API server would take it: no field is misspelt, missing or of another type."""
     for item in manifests.objects:
-        parts = [item] if item["kind"] != "RayCluster" else list(_ray_parts(item))
+        parts = [item] if item["kind"] not in CUSTOM else list(_templates(item["spec"]))
         for part in parts:
             for version in (OLDEST_KUBERNETES, kubernetes_validate.latest_version()):
                 problem = _schema_problem(json.dumps(part), version)
                 if problem:
                     yield f"{_name(item)}: {problem} (Kubernetes {version})"
-    for item in manifests.of("RayCluster").values():
-        for error in jsonschema.Draft202012Validator(RAY_CLUSTER).iter_errors(item):
+        for error in jsonschema.Draft202012Validator(CUSTOM.get(item["kind"], {})).iter_errors(item):
             yield f"{_name(item)}: {error.json_path} {error.message}"
 
 
@@ -98,15 +99,14 @@ def _schema_problem(item: str, version: str) -> str:
     return ""
 
 
-def _ray_parts(cluster: Object) -> Iterator[Object]:
-    spec = cluster["spec"]
-    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        yield {
-            "apiVersion": "v1",
-            "kind": "PodTemplate",
-            "metadata": {"name": "of-a-group"},
-            "template": group["template"],
-        }
+def _templates(value: Any) -> Iterator[Object]:
+    """Of pods, wherever an object of another project's kind has them."""
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+        if str(key).lower().endswith("template") and "spec" in entry:
+            named = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "of-a-group"}}
+            yield {**named, "template": entry}
+        elif isinstance(entry, dict | list):
+            yield from _templates(entry)
 
 
 def _name(item: Object) -> str:
@@ -217,6 +217,15 @@ def ports(manifests: Manifests) -> Iterator[str]:
         yield from _policy_ports(manifests, name, policy["spec"])
 
 
+def pools(manifests: Manifests) -> Iterator[str]:
+    """Model servers listen where an InferencePool says."""
+    for name, pool in manifests.of("InferencePool").items():
+        for number in (entry["number"] for entry in pool["spec"]["targetPorts"]):
+            for pod in manifests.selected(pool["spec"]["selector"]):
+                if number not in pod.ports.values():
+                    yield f"InferencePool {name}: {pod.owner} has no port {number}"
+
+
 def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
@@ -307,9 +316,10 @@ def encryption(manifests: Manifests) -> Iterator[str]:
 
 
 def _connections(pod: Pod, values: Any) -> Iterator[tuple[str, str]]:
-    for name in ADDRESSES:
+    for name in (*ADDRESSES, "metrics_from"):
         for address in filter(None, getattr(values, name, "").split(",")):
-            yield flag_name(name), address
+            if not address.startswith("127.0.0.1:"):
+                yield flag_name(name), address
     endpoint = pod.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if endpoint:
         yield "OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.removeprefix("http://")
@@ -329,14 +339,13 @@ def selectors(manifests: Manifests) -> Iterator[str]:
         spec = item["spec"]
         if not spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items():
             yield f"Deployment {name}: does not choose its own pods"
-    for name, item in manifests.of("HorizontalPodAutoscaler").items():
-        target = manifests.of(item["spec"]["scaleTargetRef"]["kind"]).get(
-            item["spec"]["scaleTargetRef"]["name"]
-        )
+    for item in (each for each in manifests.objects if "scaleTargetRef" in each.get("spec", {})):
+        wanted = item["spec"]["scaleTargetRef"]
+        target = manifests.of(wanted.get("kind", "Deployment")).get(wanted["name"])
         if target is None:
-            yield f"HorizontalPodAutoscaler {name}: its target is not there"
+            yield f"{_name(item)}: its target is not there"
         elif "replicas" in target["spec"]:
-            yield f"HorizontalPodAutoscaler {name}: each apply would reset the number of replicas"
+            yield f"{_name(item)}: each apply would reset the number of replicas"
 
 
 def measures(manifests: Manifests) -> Iterator[str]:
@@ -351,6 +360,15 @@ def measures(manifests: Manifests) -> Iterator[str]:
             whose = measured.get("describedObject")
             if whose is not None and whose["name"] not in manifests.of(whose["kind"]):
                 yield f"HorizontalPodAutoscaler {name}: there is no {whose['kind']} {whose['name']}"
+
+    known = {metric.name for table in METRICS.values() for metric in table}
+    for name, item in manifests.of("ScaledObject").items():
+        for trigger in (each["metadata"] for each in item["spec"]["triggers"]):
+            for metric in set(re.findall(r"\bspecwire_\w+", trigger["query"])) - known:
+                yield f"ScaledObject {name}: there is no metric {metric}"
+            address = trigger["serverAddress"].removeprefix("http://").replace(".specwire:", ":")
+            if manifests.service_of(address) is None:
+                yield f"ScaledObject {name}: {address} is no Service's port"
 
 
 def _selectors(value: Any, where: str) -> Iterator[tuple[str, Object]]:
@@ -443,6 +461,9 @@ def rights(manifests: Manifests) -> Iterator[str]:
             "links to services": pod.spec.get("enableServiceLinks") is False,
             "no memory limit": "memory" in pod.container["resources"].get("limits", {}),
             "no requests": {"cpu", "memory"} <= pod.container["resources"].get("requests", {}).keys(),
+            "has more rights at first": all(
+                each["securityContext"] == its for each in pod.spec.get("initContainers", ())
+            ),
             "is given a token": pod.spec.get("automountServiceAccountToken") is False
             or pod.labels[COMPONENT] == "prometheus",
         }
@@ -482,7 +503,7 @@ def devices(manifests: Manifests) -> Iterator[str]:
     for pod, values in _started(manifests):
         if not getattr(values, "ray_address", ""):
             continue
-        ray = [other for other in manifests.pods if other.owner.startswith("RayCluster")]
+        ray = [pod for pod in manifests.pods if pod.owner.startswith(("RayCluster", "LeaderWorkerSet"))]
         found = sum(other.replicas * int(_limit(other, "nvidia.com/gpu")) for other in ray)
         wanted = pod.replicas * values.tensor_parallel_size
         if found < wanted:
@@ -508,6 +529,7 @@ RULES: tuple[Rule, ...] = (
     configuration,
     variables,
     ports,
+    pools,
     probes,
     reachability,
     encryption,

@@ -109,18 +109,30 @@ class Manifests:
 
     @property
     def pods(self) -> list[Pod]:
-        return [*self._deployed(), *self._ray()]
+        return [*self._deployed(), *self._led(), *self._ray()]
 
     @property
     def services_pods(self) -> list[Pod]:
         """Those that run `specwire`."""
-        return [pod for pod in self._deployed() if pod.container["image"].startswith("specwire")]
+        return [
+            pod
+            for pod in (*self._deployed(), *self._led())
+            if (pod.container["name"], pod.container["image"].partition(":")[0]) == ("specwire", "specwire")
+        ]
 
     def _deployed(self) -> Iterator[Pod]:
         for name, item in self.of("Deployment").items():
             spec = item["spec"]
             labels = spec["template"]["metadata"]["labels"]
             yield Pod(f"Deployment {name}", spec.get("replicas", 1), labels, spec["template"]["spec"])
+
+    def _led(self) -> Iterator[Pod]:
+        for name, item in self.of("LeaderWorkerSet").items():
+            replicas, group = item["spec"]["replicas"], item["spec"]["leaderWorkerTemplate"]
+            for role, num in (("leader", replicas), ("worker", replicas * (group["size"] - 1))):
+                template = group[f"{role}Template"]
+                where = f"LeaderWorkerSet {name} {role}"
+                yield Pod(where, num, template["metadata"]["labels"], template["spec"])
 
     def _ray(self) -> Iterator[Pod]:
         for name, item in self.of("RayCluster").items():
