@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from specwire import parent
-from specwire.cli import generate, replicas, serve
+from specwire.cli import generate, kept, serve
 from specwire.cli.signals import end_on_signals
 from specwire.cli.supervisor import Stack
 from specwire.config import extras, preflight
@@ -230,12 +230,12 @@ def _http(args: argparse.Namespace) -> int:
     extras.require("specwire http", "http")
     logs.set_up(settings.log_level, settings.log_format, "http")
     check_environment(os.environ)
-    is_worker = replicas.is_worker()
+    is_worker = kept.is_worker()
     if not is_worker:
         preflight.check(settings)
     from specwire.http import server
 
     is_one = settings.workers == 1 or is_worker
-    serving = server.serving(settings) if is_one else replicas.workers(["specwire.cli", "http"], settings)
+    serving = server.serving(settings) if is_one else kept.workers(["specwire.cli", "http"], settings)
     asyncio.run(process.run_until_signal(serving, shows_life=is_worker))
     return 0

@@ -82,10 +82,14 @@ def flag_words(name: str, value: object) -> tuple[str, ...]:
     return flag_name(name), str(value)
 
 
-def config_words(config: Any) -> list[str]:
-    """The command line arguments that set all fields of a config."""
-    names = [field.name for field in settings_of(type(config))]
-    return [word for name in names for word in flag_words(name, getattr(config, name))]
+def config_words(config: Any, aliases: Mapping[str, str] | None = None) -> list[str]:
+    """The command line arguments that set all fields of a config.
+
+    Args:
+        aliases: of fields that go by another name there.
+    """
+    names = [(field.name, (aliases or {}).get(field.name, field.name)) for field in settings_of(type(config))]
+    return [word for name, said in names for word in flag_words(said, getattr(config, name))]
 
 
 def env_name(name: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specwire.config.client import HttpConfig
@@ -21,7 +24,7 @@ from specwire.config.fields import (
     one_of,
     split_address,
 )
-from specwire.config.flags import option, same, settings_of
+from specwire.config.flags import Config, known_variables, option, read_config, same, settings_of
 from specwire.config.models import (
     EMBEDDED,
     EMULATED,
@@ -54,6 +57,7 @@ IN_TARGET, IN_SERVICE = "target", "service"
 METRICS_ROLES = ("coordinator", "draft", "verify")
 """Services in the order of their ports."""
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft, verify and the front take the next ports"
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,49 +206,70 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         """Whether clients must send a bearer token."""
         return False
 
-    def verify_settings(self, index: int = 0) -> dict[str, Any]:
-        """What a replica of the verify service is told besides its model, as fields of `VerifyConfig`."""
+    def verify(self, index: int = 0, environ: Mapping[str, str] = _NOTHING, **told: Any) -> VerifyConfig:
+        """Of a replica of the verify service.
+
+        Args:
+            environ, told: see `_part`; likewise below.
+        """
         source, argument = self.own
         # A second thread made a pass of the embedded target, whose matrices are small, 9 to 17 % slower.
         num_threads = self.num_threads or (1 if self.target == EMBEDDED else 0)
-        return self._shared(VerifyConfig, ListenConfig) | {
-            "device": self.device_of(index),
-            "num_threads": num_threads,
-            "replicas": 1,
-            "metrics_address": self.metrics_address_of("verify"),
-            **({source: argument or True} if source else {}),
+        told |= {source: argument or True} if source else {}
+        told |= {"model": self.target, "device": self.device_of(index), "num_threads": num_threads}
+        told |= {"replicas": 1, "metrics_address": self.metrics_address_of("verify")}
+        return self._part(VerifyConfig, environ, told, without=ListenConfig)
+
+    def draft_service(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> DraftConfig | None:
+        """None where nothing needs one."""
+        if self.draft_model == NO_DRAFT or self.draft_in_target:
+            return None
+        told |= {field.name: getattr(self, field.name) for field in fields(ReportConfig)}
+        told |= {
+            "model": self.draft_model,
+            "target_tokenizer": self.target_tokenizer,
+            "inner": self.inner,
+            "num_kv_tokens": self.num_kv_tokens,
+            "prefix_sharing": self.prefix_sharing,
+            "metrics_address": self.metrics_address_of("draft"),
         }
+        return self._part(DraftConfig, environ, told, prefix="draft_")
 
-    @property
-    def draft_settings(self) -> dict[str, Any]:
-        """What the draft service is told besides its model, as fields of `DraftConfig`."""
-        return (
-            self._shared(ReportConfig)
-            | self._shared(DraftConfig, prefix="draft_")
-            | {
-                "target_tokenizer": self.target_tokenizer,
-                "inner": self.inner,
-                "num_kv_tokens": self.num_kv_tokens,
-                "prefix_sharing": self.prefix_sharing,
-                "metrics_address": self.metrics_address_of("draft"),
-            }
-        )
+    def coordinator(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> CoordinatorConfig:
+        """Of the coordinator."""
+        speculation = {"speculative_config": self.coordinator_speculation}
+        return self._part(CoordinatorConfig, environ, speculation | told)
 
-    @property
-    def coordinator_settings(self) -> dict[str, Any]:
-        """What the coordinator is told besides the addresses of the others, as fields of its config."""
-        return self._shared(CoordinatorConfig) | {"speculative_config": self.coordinator_speculation}
-
-    @property
-    def front_settings(self) -> dict[str, Any]:
-        """What the HTTP front is told besides the coordinator's address, as fields of `HttpConfig`."""
+    def front(self, server: str, environ: Mapping[str, str] = _NOTHING) -> HttpConfig:
+        """Of the HTTP front of the coordinator at that address."""
         metrics = self.metrics_address
         own = next_address("metrics_address", metrics, self.num_metrics_ports - 1)
-        return self._shared(HttpConfig) | {
-            "address": self.http_address,
-            "metrics_address": own,
-            "metrics_from": metrics,
-        }
+        told = {"server": server, "address": self.http_address}
+        return self._part(HttpConfig, environ, told | {"metrics_address": own, "metrics_from": metrics})
+
+    def _part(
+        self,
+        kind: type[Config],
+        environ: Mapping[str, str],
+        told: dict[str, Any],
+        *,
+        prefix: str = "",
+        without: type[Any] | None = None,
+    ) -> Config:
+        """The config of a service: what it is told, then fields that this one has under the same names, then
+        variables that set neither these nor a flag of `up`, where `SPECWIRE_ADDRESS` is the coordinator's.
+
+        Args:
+            prefix: of the names here.
+            without: a config whose fields are not taken from here.
+        """
+        ours = {field.name for field in fields(self)}
+        others = {field.name for field in fields(without)} if without else set()
+        names = {field.name for field in settings_of(kind)} - others
+        values = {name: getattr(self, prefix + name) for name in names if prefix + name in ours}
+        known = known_variables([UpConfig, type(self)])
+        left = {name: value for name, value in environ.items() if name not in known}
+        return read_config(kind, Namespace(**values | told), left)
 
     @property
     def num_metrics_ports(self) -> int:

@@ -106,8 +106,7 @@ def needs_of(config: Any) -> Needs:
 
 @needs_of.register
 def _(config: StackConfig) -> Needs:
-    verify = VerifyConfig(model=config.target, **config.verify_settings())
-    target = replace(_served(verify, config.replicas), name="target", device=config.device)
+    target = replace(_served(config.verify(), config.replicas), name="target", device=config.device)
     draft = Model(
         name="draft",
         source=config.draft_model,
