@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.batches import BatchDrafter, Row
-from specwire.config.flags import did_you_mean, env_name, read_config, settings_of
+from specwire.config.flags import did_you_mean, env_name, of_type, read_config, settings_of
 from specwire.config.services import CoordinatorConfig
-from specwire.config.yaml_file import of_type
 from specwire.core import MAX_NUM_DRAFT_TOKENS, ModelInfo
 from specwire.engine.place import host
 from specwire.errors import ConfigError

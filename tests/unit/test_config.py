@@ -11,23 +11,15 @@ from typing import Any
 
 import pytest
 
-from specwire.cli.serve import about_draft, add_command
+from specwire.cli.serve import about_draft, add
 from specwire.config import cuda, flags
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import ALL_CONFIGS, check_environment
 from specwire.config.fields import split_address
-from specwire.config.flags import (
-    add_config_file,
-    add_flags,
-    env_name,
-    flag_name,
-    flag_words,
-    read_config,
-    settings_of,
-)
-from specwire.config.groups import OTHER, title_of
+from specwire.config.flags import env_name, flag_name, flag_words, read_config, settings_of
 from specwire.config.link import Link, ProxyConfig
+from specwire.config.parser import TITLES, add_config_file, add_flags
 from specwire.config.serve import ServeConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import SpeculativeConfig
@@ -265,8 +257,9 @@ class TestServe:
 
     def test_flags_of_vllm_that_mean_nothing_here(self) -> None:
         commands = argparse.ArgumentParser().add_subparsers()
+        add(commands, lambda *_: 0)
         with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: merge the adapter"):
-            add_command(commands).parse_args(["embedded", "--enable-lora"])
+            commands.choices["serve"].parse_args(["embedded", "--enable-lora"])
 
     def test_flags_have_titles(self) -> None:
         shown = [
@@ -278,7 +271,7 @@ class TestServe:
             HttpConfig,
             ClientConfig,
         ]
-        assert {f.name for kind in shown for f in settings_of(kind) if title_of(f.name) == OTHER} == set()
+        assert {f.name for kind in shown for f in settings_of(kind) if f.name not in TITLES} == set()
 
 
 class TestBooleans:
