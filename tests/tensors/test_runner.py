@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Phi3Config
 
 from specwire.config.preflight import lengths
-from specwire.config.preflight.sizes import text_config
+from specwire.config.preflight.models import text_config
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
 from specwire.engine.batch import Feed

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specwire.config.flags import flag_name
-from specwire.config.preflight import sizes
-from specwire.config.preflight.models import Files
+from specwire.config.preflight.models import Files, text_config
 from specwire.errors import ConfigError
 
 RELATIVE_LEN = 2048
@@ -16,16 +14,15 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length",
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def check(files: Files, max_model_len: int) -> None:
+def check(files: Files) -> None:
     """Refuse a length over the model's context, as far as its `config.json` says.
 
     Raises:
         ConfigError: names the flag, the model and its context.
     """
-    most = context_len(sizes.text_config(files.config).get)
-    if most is not None and max_model_len > most:
-        model = f"{flag_name(files.name)} {files.source}"
-        raise ConfigError(f"--max-model-len {max_model_len}: {model} has a context of {most} tokens")
+    most, asked = context_len(text_config(files.config).get), files.model.max_model_len
+    if most is not None and asked > most:
+        raise ConfigError(f"--max-model-len {asked}: {files.model.given} has a context of {most} tokens")
 
 
 def context_len(get: Callable[[str], Any]) -> int | None:

@@ -23,29 +23,58 @@ _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _REFUSED = {401: "is private or does not exist: set HF_TOKEN", 403: "may not be read with this HF_TOKEN"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that is going to be loaded.
+
+    Attributes:
+        name, source: the field that names it, and its value.
+        is_draft: of the embedded pair.
+        device_name, device: likewise; the first of the devices.
+        num_devices: each with the whole model; those on the CPU share its memory.
+        is_here: whether it is loaded on this machine, and not where Ray places it.
+        num_kv_tokens: 0 where the cache takes what is left.
+        max_model_len: 0 for the model's own context.
+    """
+
+    name: str
+    source: str
+    is_draft: bool = False
+    dtype: str = "auto"
+    device_name: str = "device"
+    device: str = "cpu"
+    num_devices: int = 1
+    is_here: bool = True
+    num_kv_tokens: int = 0
+    max_model_len: int = 0
+
+    @property
+    def given(self) -> str:
+        """Flag and value that name it."""
+        return f"{flag_name(self.name)} {self.source}"
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether its device is no CPU."""
+        return self.device != "cpu"
+
+
 @dataclass(frozen=True)
 class Files:
     """The files of a model.
 
     Attributes:
-        name, source: the field that names the model, and its value.
         directory: where they are.
         config: what its `config.json` says.
     """
 
-    name: str
-    source: str
+    model: Model
     directory: Path
     config: dict[str, Any]
 
 
-def find(name: str, source: str, *, is_draft: bool = False) -> Files | None:
-    """The files of a model.
-
-    Args:
-        name: the field that names it.
-        source: `embedded`, `emulated:...`, a directory, or a hub id.
-        is_draft: of the embedded pair.
+def find(model: Model) -> Files | None:
+    """The files of a model: embedded, in a directory, or on the hub.
 
     Returns:
         None where there are none yet: the device is emulated, or the hub has the model and the cache has not.
@@ -53,27 +82,33 @@ def find(name: str, source: str, *, is_draft: bool = False) -> Files | None:
     Raises:
         ConfigError: names the flag, the source and what to do.
     """
+    source = model.source
     if source.startswith(EMULATED):
         return None
     if source == EMBEDDED:
-        directory: Path | None = embedded.DRAFT_DIR if is_draft else embedded.TARGET_DIR
+        directory: Path | None = embedded.DRAFT_DIR if model.is_draft else embedded.TARGET_DIR
     elif Path(source).is_dir():
         directory = Path(source)
     else:
-        directory = _cached(name, source, _CONFIG)
-    if directory is None:
-        return None
-    return Files(name, source, directory, _read_config(name, source, directory))
+        directory = _cached(model, _CONFIG)
+    return None if directory is None else Files(model, directory, _read_config(model, directory))
 
 
-def check_tokenizer(name: str, source: str) -> None:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part about the language model."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else config
+
+
+def check_tokenizer(model: Model) -> None:
     """Refuse a tokenizer that is neither in a directory nor on the hub. Errors as of `find`."""
+    source = model.source
     if source != EMBEDDED and not source.startswith(EMULATED) and not Path(source).is_dir():
-        _cached(name, source, _TOKENIZER_CONFIG)
+        _cached(model, _TOKENIZER_CONFIG)
 
 
-def _read_config(name: str, source: str, directory: Path) -> dict[str, Any]:
-    what = f"{flag_name(name)} {source}"
+def _read_config(model: Model, directory: Path) -> dict[str, Any]:
+    what = model.given
     path = directory / _CONFIG
     if not path.is_file():
         raise ConfigError(
@@ -88,7 +123,7 @@ def _read_config(name: str, source: str, directory: Path) -> dict[str, Any]:
     return found
 
 
-def _cached(name: str, source: str, file: str) -> Path | None:
+def _cached(model: Model, file: str) -> Path | None:
     """The directory of a model of the hub in the cache; None where it is still to be downloaded.
 
     One in the cache is loaded without the hub where that cannot be reached: the hub's client would repeat
@@ -103,19 +138,17 @@ def _cached(name: str, source: str, file: str) -> Path | None:
     except ModuleNotFoundError:
         return None  # what is missing is said when it is imported for the model
     try:
-        cached = try_to_load_from_cache(source, file)
+        cached = try_to_load_from_cache(model.source, file)
     except HFValidationError:
-        raise ConfigError(f"{flag_name(name)} {source}: is neither a directory nor a hub id") from None
+        raise ConfigError(f"{model.given}: is neither a directory nor a hub id") from None
     found = Path(cached).parent if isinstance(cached, str) else None
-    problem = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _problem(source, file)
+    problem = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _problem(model.source, file)
     if not problem:
         return found
     if found is None:
-        raise ConfigError(
-            f"{flag_name(name)} {source}: is no directory, and cannot be taken from the hub: {problem}"
-        )
+        raise ConfigError(f"{model.given}: is no directory, and cannot be taken from the hub: {problem}")
     if not constants.is_offline_mode():
-        log.warning("%s %s: taken from the cache: %s", flag_name(name), source, problem)
+        log.warning("%s: taken from the cache: %s", model.given, problem)
         os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that are started
         constants.HF_HUB_OFFLINE = True  # for this one, which has read the variable
     return found

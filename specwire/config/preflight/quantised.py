@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
-from specwire.config.flags import flag_name
+from specwire.config.extras import is_installed
 from specwire.config.preflight.models import Files
 from specwire.errors import ConfigError
 
@@ -29,21 +28,21 @@ _TO_PLACE = ("accelerate",)
 """What transformers needs to create weights on a device."""
 
 
-def check(files: Files, *, on_cuda: bool) -> None:
+def check(files: Files) -> None:
     """Refuse quantised weights that transformers could not read.
 
     Raises:
         ConfigError: names the flag, the model, the method and what to install.
     """
-    if found := problem(files.config.get("quantization_config"), on_cuda=on_cuda):
-        raise ConfigError(f"{flag_name(files.name)} {files.source}: {found}")
+    if found := problem(files.config.get("quantization_config"), on_cuda=files.model.on_cuda):
+        raise ConfigError(f"{files.model.given}: {found}")
 
 
 def problem(wanted: Any, *, on_cuda: bool = False) -> str:
     """What is missing for a `quantization_config`; empty for nothing, and without one."""
     name = method(wanted)
     needed = {*PACKAGES.get(name, ()), *(_TO_PLACE if name and on_cuda else ())}
-    missing = [each.replace("_", "-") for each in sorted(needed) if not _is_installed(each)]
+    missing = [each.replace("_", "-") for each in sorted(needed) if not is_installed(each)]
     if not missing:
         return ""
     return (
@@ -58,7 +57,3 @@ def method(wanted: Any) -> str:
         return ""
     is_bitsandbytes = wanted.get("load_in_4bit") or wanted.get("load_in_8bit")
     return "bitsandbytes" if is_bitsandbytes else str(wanted.get("quant_method") or "")
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
