@@ -42,14 +42,7 @@ from specwire.config.parts import (
     TargetConfig,
 )
 from specwire.config.security.tls import TLS, Credentials
-from specwire.config.speculative import (
-    INNER_METHODS,
-    KSEQ,
-    SpeculativeConfig,
-    model_draft,
-    own_draft,
-    parse_speculative_config,
-)
+from specwire.config.speculative import INNER_METHODS
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
 
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
@@ -294,9 +287,9 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = own_draft(self.speculative_config)
-        model, flag = (given.model, given.source) if given else ("", "")
-        check(not model, "speculative_config", f"model={model!r}", f"is the verify service's flag --{flag}")
+        if given := self.own_draft:
+            problem = f"is the verify service's flag --{given.source}"
+            check(not given.model, "speculative_config", f"model={given.model!r}", problem)
         alone = self.seed == NO_SEED or self.workers == 1
         check(alone, "seed", self.seed, "does not go together with several --workers, whose order is open")
         self._check_peers()
@@ -331,42 +324,15 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
     def fixed_draft_tokens(self) -> int | None:
         """Draft tokens a round of requests that name no number; None chooses it in each round."""
         if self.num_draft_tokens == AUTO:
-            return model_draft(self.speculative_config).num_speculative_tokens
+            return self.model_draft.num_speculative_tokens
         return parse_count("num_draft_tokens", self.num_draft_tokens, MAX_NUM_DRAFT_TOKENS)
 
     @property
     def fixed_max_depth(self) -> int | None:
         """Longest path of a tree for requests that leave it open, 0 for chains; None finds out what pays."""
         if self.max_depth == AUTO:
-            return model_draft(self.speculative_config).max_depth
+            return self.model_draft.max_depth
         return parse_count("max_depth", self.max_depth, MAX_NUM_DRAFT_TOKENS)
-
-    @property
-    def use_heterogeneous_vocab(self) -> bool:
-        """Whether to use a draft whose tokenizer is not the target's."""
-        return model_draft(self.speculative_config).use_heterogeneous_vocab
-
-    @property
-    def selects_kseq(self) -> bool:
-        """Whether sampled requests that name no rule have several chains in a round."""
-        return model_draft(self.speculative_config).selection == KSEQ
-
-    @property
-    def num_chains(self) -> int:
-        """Of a round under `Rule.KSEQ`."""
-        return model_draft(self.speculative_config).num_chains
-
-    @property
-    def speculation(self) -> SpeculativeConfig | None:
-        """Drafts that need no model; None for none."""
-        found = parse_speculative_config(self.speculative_config)
-        return found if isinstance(found, SpeculativeConfig) else None
-
-    @property
-    def own_source(self) -> str:
-        """What the target drafts with by itself for requests that do not say; empty if it does not."""
-        given = own_draft(self.speculative_config)
-        return given.source if given else ""
 
     @property
     def fixed_outcomes(self) -> int | None:

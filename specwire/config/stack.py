@@ -41,9 +41,6 @@ from specwire.config.speculative import (
     ABOVE,
     INNER_METHODS,
     METHODS,
-    model_draft,
-    own_draft,
-    parse_method,
     split_hierarchy,
 )
 from specwire.core import Rule
@@ -96,7 +93,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         super().__post_init__()
         implied = self.draft.partition(",")[0]
-        agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
+        agrees = implied not in METHODS or self.speculation is None or self.speculation.method == implied
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
         self._check_own()
         if ABOVE in self.draft:
@@ -122,7 +119,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     @property
     def _needs_service(self) -> tuple[str, object, str] | None:
         """What the draft model cannot do in the target's process: flag, value and why; None for nothing."""
-        draft, selection = self.draft, model_draft(self.speculative_config).selection
+        draft, selection = self.draft, self.model_draft.selection
         asked: tuple[tuple[bool, str, object, str], ...] = (
             (self.draft_model == NO_DRAFT, "draft", draft, "is no draft model"),
             ("," in draft or ABOVE in draft, "draft", draft, "has two drafters"),
@@ -174,7 +171,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
 
     def _check_own(self) -> None:
         """Refuse what does not go together with a target that drafts for itself."""
-        draft, own, given = self.draft, self._named_own, own_draft(self.speculative_config)
+        draft, own, given = self.draft, self._named_own, self.own_draft
         lacking = OWN_METHODS.get(OWN.get(draft, ""))
         takes = lacking.argument if lacking else ""
         check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
@@ -302,33 +299,31 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     @property
     def _named_own(self) -> Own:
         """What the target drafts with by itself, without a draft model."""
-        named, given = named_own(self.draft), own_draft(self.speculative_config)
+        named, given = named_own(self.draft), self.own_draft
         return named if named.source or not given else Own(given.source, given.model)
 
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self._named_own.source:
-            return NO_DRAFT
-        return split_hierarchy(self._service_draft)[1]
+        return self._of_service[1]
 
     @property
     def inner(self) -> str:
         """`inner` of the draft service."""
-        return "" if self._named_own.source else split_hierarchy(self._service_draft)[0]
+        return self._of_service[0]
 
     @property
-    def _service_draft(self) -> str:
-        """What `draft` names besides a method of drafting from text."""
+    def _of_service(self) -> tuple[str, str]:
+        """What `draft` names besides a method of drafting from text: the inner drafter and the model."""
         first, comma, rest = self.draft.partition(",")
-        if first not in METHODS:
-            return self.draft
-        return rest if comma else NO_DRAFT
+        if self._named_own.source or (first in METHODS and not comma):
+            return "", NO_DRAFT
+        return split_hierarchy(rest if first in METHODS else self.draft)
 
     @property
     def target_tokenizer(self) -> str:
         """`target_tokenizer` of the draft service."""
-        return self.target if model_draft(self.speculative_config).use_heterogeneous_vocab else ""
+        return self.target if self.model_draft.use_heterogeneous_vocab else ""
 
     @property
     def coordinator_speculation(self) -> str:

@@ -463,8 +463,8 @@ class TestSpeculativeConfig:
             "prompt_lookup_max": 6,
         }
         config = CoordinatorConfig(speculative_config=json.dumps(given))
-        assert config.speculation == SpeculativeConfig(**given)
-        assert CoordinatorConfig().speculation is None
+        assert config.text_draft == SpeculativeConfig(**given)
+        assert CoordinatorConfig().text_draft is None
 
     @pytest.mark.parametrize(
         ("given", "named"),
@@ -508,21 +508,21 @@ class TestSpeculativeConfig:
     def test_the_short_form(self, draft: str, model: str, drafts_from_text: bool) -> None:
         config = UpConfig(draft=draft)
         assert config.draft_model == model
-        implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).speculation
+        implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).text_draft
         assert implied == (SpeculativeConfig(method=draft.partition(",")[0]) if drafts_from_text else None)
 
     def test_how_the_model_drafts(self) -> None:
         given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
         config = CoordinatorConfig(speculative_config=given)
-        assert (config.fixed_draft_tokens, config.fixed_max_depth, config.speculation) == (32, 6, None)
-        assert not config.use_heterogeneous_vocab
+        assert (config.fixed_draft_tokens, config.fixed_max_depth, config.text_draft) == (32, 6, None)
+        assert not config.model_draft.use_heterogeneous_vocab
         open_ended = CoordinatorConfig(speculative_config='{"method": "draft_model"}')
         assert (open_ended.fixed_draft_tokens, open_ended.fixed_max_depth) == (None, None)
 
     def test_a_draft_with_another_vocabulary(self) -> None:
         """`up` tells the draft service the target's tokenizer, and the embedded draft fits any target."""
         given = '{"method": "draft_model", "use_heterogeneous_vocab": true}'
-        assert CoordinatorConfig(speculative_config=given).use_heterogeneous_vocab
+        assert CoordinatorConfig(speculative_config=given).model_draft.use_heterogeneous_vocab
         assert UpConfig(target="org/model", speculative_config=given).target_tokenizer == "org/model"
         assert UpConfig(draft="none").target_tokenizer == ""
         with pytest.raises(ConfigError, match="--draft embedded: does not fit --target org/model"):
@@ -533,9 +533,10 @@ class TestSpeculativeConfig:
     def test_several_chains(self) -> None:
         given = {"method": "draft_model", "selection": "kseq", "num_chains": 8, "num_speculative_tokens": 4}
         config = CoordinatorConfig(speculative_config=json.dumps(given), rule="kseq")
-        assert (config.selects_kseq, config.num_chains, config.fixed_draft_tokens) == (True, 8, 4)
+        assert (config.model_draft.selection, config.model_draft.num_chains) == ("kseq", 8)
+        assert config.fixed_draft_tokens == 4
         plain = CoordinatorConfig(speculative_config='{"method": "ngram"}')
-        assert (plain.selects_kseq, plain.num_chains) == (False, 4)
+        assert (plain.model_draft.selection, plain.model_draft.num_chains) == ("", 4)
         for others, problem in (
             ({"num_chains": 17}, r"num_chains=17: must be a whole number in \[1, 16\]"),
             ({"num_chains": True}, "num_chains=True: must be a whole number"),
