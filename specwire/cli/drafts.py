@@ -9,14 +9,7 @@ from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS
-from specwire.config.speculative import (
-    ABOVE,
-    BEAMS,
-    COUNTS,
-    KSEQ,
-    NGRAM,
-    SUFFIX,
-)
+from specwire.config.speculative import ABOVE, BEAMS, COUNTS, KSEQ, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 

@@ -166,7 +166,7 @@ def kept_service(
     pass_fds = [int(found[1]) for word in words if (found := _UNNAMED_FILE.fullmatch(word))]
 
     def start(address: str) -> Service:
-        there = flag_words("address", address) if address else ()
+        there = flag_words(address=address) if address else []
         return Service(module, [*words, *there], environ, pass_fds=pass_fds)
 
     return KeptService(name, start, max_failures, max_silence_s=max_silence_s)

@@ -75,11 +75,13 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flag_words(name: str, value: object) -> tuple[str, ...]:
-    """The command line arguments that set a field: `--num-draft-tokens 5`, `--no-prefix-sharing`."""
-    if isinstance(value, bool):
-        return (flag_name(name if value else f"no_{name}"),)
-    return flag_name(name), str(value)
+def flag_words(**values: object) -> list[str]:
+    """The command line arguments that set fields: `--num-draft-tokens 5`, `--no-prefix-sharing`."""
+    words: list[str] = []
+    for name, value in values.items():
+        is_switch = isinstance(value, bool)
+        words += [flag_name(name if value else f"no_{name}")] if is_switch else [flag_name(name), str(value)]
+    return words
 
 
 def config_words(config: Any, aliases: Mapping[str, str] | None = None) -> list[str]:
@@ -88,8 +90,8 @@ def config_words(config: Any, aliases: Mapping[str, str] | None = None) -> list[
     Args:
         aliases: of fields that go by another name there.
     """
-    names = [(field.name, (aliases or {}).get(field.name, field.name)) for field in settings_of(type(config))]
-    return [word for name, said in names for word in flag_words(said, getattr(config, name))]
+    names = [field.name for field in settings_of(type(config))]
+    return flag_words(**{(aliases or {}).get(name, name): getattr(config, name) for name in names})
 
 
 def env_name(name: str) -> str:

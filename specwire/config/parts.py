@@ -21,12 +21,7 @@ from specwire.config.fields import (
     one_of,
 )
 from specwire.config.flags import CheckedConfig, option
-from specwire.config.models import (
-    DTYPES,
-    RULES,
-    VLLM,
-    check_device,
-)
+from specwire.config.models import DTYPES, RULES, VLLM, check_device
 from specwire.config.speculative import (
     KSEQ,
     ModelDraftConfig,

@@ -24,14 +24,7 @@ from specwire.config.fields import (
     split_addresses,
 )
 from specwire.config.flags import flag_name, option, same
-from specwire.config.models import (
-    EMBEDDED,
-    EMULATED,
-    check_group,
-    check_inner,
-    check_own,
-    check_share,
-)
+from specwire.config.models import EMBEDDED, EMULATED, check_group, check_inner, check_own, check_share
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS, Own, OwnFlags, named_own
 from specwire.config.parts import (
     EngineConfig,
@@ -122,11 +115,6 @@ class ModelServiceConfig(ServiceConfig, ModelConfig, EngineConfig):
         return bool(self.kv_cache_memory or self.gpu_memory_utilization)
 
     @property
-    def shows_states(self) -> bool:
-        """Whether hidden states are wanted beside logits."""
-        return False
-
-    @property
     def own(self) -> Own:
         """What a target drafts with by itself."""
         return Own()
@@ -205,11 +193,6 @@ class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
     """The verify service, or several of them."""
 
     model: str = same(ModelServiceConfig, "model", alias="target")
-
-    @property
-    def shows_states(self) -> bool:
-        """See `ModelServiceConfig`."""
-        return self.heads != ""
 
     @property
     def own(self) -> Own:

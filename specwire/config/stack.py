@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from specwire.config.client import HttpConfig
 from specwire.config.fields import (
@@ -37,12 +37,7 @@ from specwire.config.models import (
 from specwire.config.own_methods import DIR, DRAFT_MODEL, OWN, OWN_HELP, OWN_METHODS, Own, named_own
 from specwire.config.parts import ListenConfig, ReportConfig, SpeculationConfig, TargetConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.config.speculative import (
-    ABOVE,
-    INNER_METHODS,
-    METHODS,
-    split_hierarchy,
-)
+from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS, split_hierarchy
 from specwire.core import Rule
 
 DRAFT_HELP = (
@@ -51,16 +46,19 @@ DRAFT_HELP = (
     f"{OWN_HELP}; none decodes plainly"
 )
 IN_TARGET, IN_SERVICE = "target", "service"
-METRICS_ROLES = ("coordinator", "draft", "verify")
-"""Services in the order of their ports."""
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft, verify and the front take the next ports"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
-    """The three services on this machine."""
+    """The three services on this machine.
 
+    Attributes:
+        http_flags: names of those that set `http_address`: one, or that of its host and that of its port.
+    """
+
+    http_flags: ClassVar[tuple[str, ...]] = ("http_address",)
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
     draft: str = option(EMBEDDED, DRAFT_HELP)
     draft_device: str = same(DraftConfig, "device", doc="device of the draft: cpu, cuda or cuda:N")
@@ -112,8 +110,8 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
-            room = port + self.num_metrics_ports <= 65536
-            problem = f"leaves no room for {self.num_metrics_ports - 1} more ports"
+            num_ports = len(self.metrics_addresses)
+            room, problem = port + num_ports <= 65536, f"leaves no room for {num_ports - 1} more ports"
             check(room, "metrics_address", self.metrics_address, problem)
 
     @property
@@ -194,11 +192,6 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         check_own(name, value, own, self.target, self.tensor_parallel_size)
 
     @property
-    def http_flags(self) -> tuple[str, ...]:
-        """The names of the flags that set `http_address`: one, or that of its host and that of its port."""
-        return ("http_address",)
-
-    @property
     def requires_tokens(self) -> bool:
         """Whether clients must send a bearer token."""
         return False
@@ -214,7 +207,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         num_threads = self.num_threads or (1 if self.target == EMBEDDED else 0)
         told |= {source: argument or True} if source else {}
         told |= {"model": self.target, "device": self.device_of(index), "num_threads": num_threads}
-        told |= {"replicas": 1, "metrics_address": self.metrics_address_of("verify")}
+        told |= {"replicas": 1, "metrics_address": self.metrics_addresses[2]}
         return self._part(VerifyConfig, environ, told, without=ListenConfig)
 
     def draft_service(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> DraftConfig | None:
@@ -228,7 +221,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             "inner": self.inner,
             "num_kv_tokens": self.num_kv_tokens,
             "prefix_sharing": self.prefix_sharing,
-            "metrics_address": self.metrics_address_of("draft"),
+            "metrics_address": self.metrics_addresses[1],
         }
         return self._part(DraftConfig, environ, told, prefix="draft_")
 
@@ -239,10 +232,9 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
 
     def front(self, server: str, environ: Mapping[str, str] = _NOTHING) -> HttpConfig:
         """Of the HTTP front of the coordinator at that address."""
-        metrics = self.metrics_address
-        own = next_address("metrics_address", metrics, self.num_metrics_ports - 1)
+        first, *_, last = self.metrics_addresses
         told = {"server": server, "address": self.http_address}
-        return self._part(HttpConfig, environ, told | {"metrics_address": own, "metrics_from": metrics})
+        return self._part(HttpConfig, environ, told | {"metrics_address": last, "metrics_from": first})
 
     def _part(
         self,
@@ -269,9 +261,11 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         return read_config(kind, Namespace(**values | told), left)
 
     @property
-    def num_metrics_ports(self) -> int:
-        """From that of `metrics_address` on: the coordinator's, the draft's, those of verify, the front's."""
-        return 2 + self.replicas + bool(self.http_address)
+    def metrics_addresses(self) -> list[str]:
+        """On consecutive ports: the coordinator's, the draft's, those of verify, the front's; all empty, or
+        all with port 0, where `metrics_address` is."""
+        num_ports = 2 + self.replicas + bool(self.http_address)
+        return [next_address("metrics_address", self.metrics_address, n) for n in range(num_ports)]
 
     def _shared(
         self, kind: type[Any], without: type[Any] | None = None, *, prefix: str = ""
@@ -286,10 +280,6 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         others = {field.name for field in fields(without)} if without else set()
         names = [field.name for field in settings_of(kind) if field.name not in others]
         return {name: getattr(self, prefix + name) for name in names if prefix + name in ours}
-
-    def metrics_address_of(self, role: str) -> str:
-        """Metrics address of one of the services, on consecutive ports; port 0 stays 0."""
-        return next_address("metrics_address", self.metrics_address, METRICS_ROLES.index(role))
 
     @property
     def own(self) -> Own:

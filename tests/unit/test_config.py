@@ -51,8 +51,8 @@ def parse(kind: type[Any], *argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def words(kind: type[Any], name: str, value: Any) -> tuple[str, ...]:
-    return (value,) if (kind, name) == (ServeConfig, "target") else flag_words(name, value)
+def words(kind: type[Any], name: str, value: Any) -> list[str]:
+    return [value] if (kind, name) == (ServeConfig, "target") else flag_words(**{name: value})
 
 
 def another_value(field: dataclasses.Field[Any]) -> Any:

@@ -77,16 +77,11 @@ def _(config: StackConfig) -> Needs:
         num_kv_tokens=config.num_kv_tokens,
     )
     has_draft = config.draft_model != NO_DRAFT
-    metrics = config.metrics_address
     return Needs(
         addresses=[
             (("address",), config.address),
             (config.http_flags, config.http_address),
-            *(
-                (("metrics_address",), next_address("metrics_address", metrics, n))
-                for n in range(config.num_metrics_ports)
-                if metrics
-            ),
+            *((("metrics_address",), each) for each in config.metrics_addresses),
         ],
         models=[target, *([draft] if has_draft else []), *_inner("draft", config.inner)],
         pair=[target, draft] if has_draft and not config.target_tokenizer else [],
