@@ -104,12 +104,16 @@ class Stack:
         began_s, environ = time.monotonic(), {**os.environ, **(self._environ or {})}
         self._files = _internal_tokens(config)
         required, shown = ({name: file.path for name, file in each.items()} for each in self._files)
+        # All that a variable may say wrong is known before anything starts.
+        verifies = [config.verify(number, environ, **required) for number in range(config.replicas)]
+        draft = config.draft_service(environ, **required)
+        coordinator = config.coordinator(environ, **shown)
+        front = config.front(environ) if config.http_address else None
         self._verifies = []
-        for number in range(config.replicas):
-            name = f"verify service {number + 1}" if config.replicas > 1 else "the verify service"
-            verify = config.verify(number, environ, **required)
+        for number, verify in enumerate(verifies, 1):
+            name = f"verify service {number}" if config.replicas > 1 else "the verify service"
             self._verifies.append(self._add(name, ["verify_service"], verify, {"model": "target"}))
-        if draft := config.draft_service(environ, **required):
+        if draft:
             self._draft = self._add("the draft service", ["draft_service"], draft, {"model": "draft"})
         wait_ready(self.services, config.start_timeout_s)
         restart_s = _RESTART_MARGIN * (time.monotonic() - began_s)
@@ -119,20 +123,16 @@ class Stack:
             proxy = read_config(ProxyConfig, given, environ)
             link = self._add("the link to the draft", ["specwire.cli", "proxy"], proxy)
             draft_address = link.service.ready(config.start_timeout_s)
-        coordinator = config.coordinator(
-            environ,
-            verify_address=",".join(verify.address for verify in self.verifies),
-            draft_address=draft_address,
-            **shown,
-        )
+        addresses = ",".join(each.address for each in self.verifies)
+        coordinator = replace(coordinator, verify_address=addresses, draft_address=draft_address)
         if env_name("failover_timeout_s") not in environ:
             # Generations wait for a verify service that is restarted.
             most_s = max(coordinator.failover_timeout_s, pause_s(1) + restart_s)
             coordinator = replace(coordinator, failover_timeout_s=most_s)
         self._coordinator = self._add("the coordinator", ["coordinator"], coordinator)
         self.coordinator.ready(config.start_timeout_s)
-        if config.http_address:
-            front = config.front(self.address, environ)
+        if front:
+            front = replace(front, server=self.address)
             self._http = self._add("the HTTP front", ["specwire.cli", "http"], front)
             self._http.service.ready(config.start_timeout_s)
         log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
@@ -226,7 +226,7 @@ def generate_line(config: StackConfig, address: str) -> str:
 
 def _model_name(config: StackConfig) -> str:
     """What the front calls its model."""
-    given = config.front("127.0.0.1:0", os.environ).model_name
+    given = config.front(os.environ).model_name
     return given or (Path(config.target).name if Path(config.target).exists() else config.target)
 
 

@@ -47,6 +47,7 @@ DRAFT_HELP = (
 )
 IN_TARGET, IN_SERVICE = "target", "service"
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft, verify and the front take the next ports"
+_LOCAL = "127.0.0.1:0"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -226,14 +227,15 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         return self._part(DraftConfig, environ, told, prefix="draft_")
 
     def coordinator(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> CoordinatorConfig:
-        """Of the coordinator."""
-        speculation = {"speculative_config": self.coordinator_speculation}
-        return self._part(CoordinatorConfig, environ, speculation | told)
+        """Of the coordinator, but for the addresses of the others, which are not known before they serve."""
+        told |= {"verify_address": _LOCAL, "draft_address": ""}
+        told |= {"speculative_config": self.coordinator_speculation}
+        return self._part(CoordinatorConfig, environ, told)
 
-    def front(self, server: str, environ: Mapping[str, str] = _NOTHING) -> HttpConfig:
-        """Of the HTTP front of the coordinator at that address."""
+    def front(self, environ: Mapping[str, str] = _NOTHING) -> HttpConfig:
+        """Of the HTTP front; the port of its server may be the coordinator's choice."""
         first, *_, last = self.metrics_addresses
-        told = {"server": server, "address": self.http_address}
+        told = {"server": self.address, "address": self.http_address}
         return self._part(HttpConfig, environ, told | {"metrics_address": last, "metrics_from": first})
 
     def _part(

@@ -27,6 +27,7 @@ from specwire.config.flags import env_name, flag_name
 from specwire.config.sampling_flags import sampling_params
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
+from specwire.errors import ConfigError
 from tests.support.command_line import check_completion, one_line_error, usage_error
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_target
@@ -180,6 +181,11 @@ class TestUsage:
         monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
         verify = UpConfig().verify(environ=os.environ)
         assert (verify.page_size, verify.address) == (4, "127.0.0.1:0")
+        monkeypatch.setattr(
+            supervisor, "kept_service", lambda *_, **__: pytest.fail("before anything starts")
+        )
+        with pytest.raises(ConfigError, match="SPECWIRE_MAX_WAITING='x' is not a whole number"):
+            supervisor.Stack(UpConfig(address="127.0.0.1:0"), {"SPECWIRE_MAX_WAITING": "x"})
 
     def test_every_config_field_of_up_reaches_a_service(self) -> None:
         changed = UpConfig(
@@ -222,7 +228,7 @@ class TestUsage:
         assert (learns := UpConfig(draft_learn=True).draft_service()) is not None
         assert learns.learn
         up = UpConfig(http_address="0.0.0.0:80", allow_plaintext=True)
-        assert up.front("127.0.0.1:81").address == "0.0.0.0:80"
+        assert up.front().address == "0.0.0.0:80"
 
 
 WRITTEN = {

@@ -485,7 +485,7 @@ def test_up_gives_each_service_a_port_of_its_own() -> None:
     assert UpConfig(metrics_address="127.0.0.1:0").metrics_addresses == ["127.0.0.1:0"] * 3
     assert UpConfig().metrics_addresses == [""] * 3
     fronted = UpConfig(metrics_address="127.0.0.1:9464", http_address="127.0.0.1:8080", replicas=2)
-    assert fronted.front("127.0.0.1:1").metrics_address == "127.0.0.1:9468"
+    assert fronted.front().metrics_address == "127.0.0.1:9468"
 
 
 # --- the page and the dashboard ---------------------------------------------------------------------
