@@ -158,7 +158,7 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
         and not _is_of_kubernetes(name, environ[name])
     }
     path = getattr(args, "config", None)
-    from_file, keys = parse_file(path, fields) if path else ({}, {})
+    from_file, keys = parse_mapping(f"{path}: ", _read_yaml(path), fields) if path else ({}, {})
     labels = {field.name: f"{metavar_of(field)} " for field in fields if field.metadata.get("positional")}
     labels |= {name: f"{path}: {key}: " for name, key in keys.items() if name not in flagged}
     labels |= {name: f"environment variable {env_name(name)}=" for name in from_environ}
@@ -171,25 +171,28 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
         raise as_given(error, args) from None
 
 
-def parse_file(
-    path: str, fields: Sequence[dataclasses.Field[Any]]
+def parse_mapping(
+    where: str, given: Mapping[Any, Any], fields: Sequence[dataclasses.Field[Any]]
 ) -> tuple[dict[str, Any], dict[str, object]]:
-    """Values of fields from a YAML file, whose keys are the names of flags, with - or _; and their keys.
+    """Values of fields from a mapping, whose keys are the names of flags, with - or _; and their keys.
+
+    Args:
+        where: before a key, in errors.
 
     Raises:
-        ConfigError: naming the file, and the key that is unknown, given twice or of another type.
+        ConfigError: naming the key that is unknown, given twice or of another type.
     """
     known = {name: field for field in fields for name in names_of(field)}
     values: dict[str, Any] = {}
     keys: dict[str, object] = {}
-    for key, value in _read_yaml(path).items():
+    for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{path}: {key}: is not known{did_you_mean(name, known)}")
+            raise ConfigError(f"{where}{key}: is not known{did_you_mean(name, known)}")
         field = known[name]
         if field.name in values:
-            raise ConfigError(f"{path}: {key}: is given twice")
-        values[field.name], keys[field.name] = of_type(f"{path}: {key}", type(field.default), value), key
+            raise ConfigError(f"{where}{key}: is given twice")
+        values[field.name], keys[field.name] = _of_type(f"{where}{key}", type(field.default), value), key
     return values, keys
 
 
@@ -218,7 +221,7 @@ def _read_yaml(path: str) -> dict[Any, Any]:
     return found
 
 
-def of_type(what: str, kind: type[Any], value: Any) -> Any:
+def _of_type(what: str, kind: type[Any], value: Any) -> Any:
     """A value of YAML for a field of that type. A number is also a text, and a mapping is one in JSON.
 
     Raises:

@@ -342,8 +342,6 @@ class UpConfig(StackConfig, ListenConfig):
     """`specwire up`: TLS and tokens are the coordinator's. The model services listen on loopback, and with
     `tokens` require one that is made at start."""
 
-    address: str = same(StackConfig, "address")
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.http_address:

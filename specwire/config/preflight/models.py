@@ -1,4 +1,4 @@
-"""Where the files of a model are: a directory, or a model of the hub that is cached or can be downloaded."""
+"""The files of a model, in a directory or of the hub, in its cache or not; and what its config says."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specwire import embedded
+from specwire.config.extras import missing_for
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED, EMULATED
 from specwire.errors import ConfigError
@@ -19,6 +21,10 @@ log = logging.getLogger(__name__)
 
 _HUB_TIMEOUT_S = 2.0
 """The answer of a preflight is due within 3 s."""
+RELATIVE_LEN = 2048
+"""Longest sequence of models whose positions are distances; an encoder takes memory by its square."""
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_ORIGINAL = "original_max_position_embeddings"
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _REFUSED = {401: "is private or does not exist: set HF_TOKEN", 403: "may not be read with this HF_TOKEN"}
 
@@ -73,6 +79,21 @@ class Files:
     config: dict[str, Any]
 
 
+def check(files: Files) -> None:
+    """Refuse quantised weights that transformers could not read, and a length over the model's context, as
+    far as its `config.json` says.
+
+    Raises:
+        ConfigError: names the flag, the model, and what to install or its context.
+    """
+    wanted, asked = files.config.get("quantization_config"), files.model.max_model_len
+    if found := missing_for(wanted, on_cuda=files.model.on_cuda):
+        raise ConfigError(f"{files.model.given}: {found}")
+    most = context_len(text_config(files.config).get)
+    if most is not None and asked > most:
+        raise ConfigError(f"--max-model-len {asked}: {files.model.given} has a context of {most} tokens")
+
+
 def find(model: Model) -> Files | None:
     """The files of a model: embedded, in a directory, or on the hub.
 
@@ -98,6 +119,36 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part about the language model."""
     found = config.get("text_config")
     return found if isinstance(found, dict) else config
+
+
+def context_len(get: Callable[[str], Any]) -> int | None:
+    """Maximum tokens of one sequence; None where the config names no limit.
+
+    Rotary scalings that depend on the longest sequence in the batch would let sequences affect each other and
+    invalidate cached keys; up to their original length they are constant, so that is the limit. Where
+    positions only enter as distances, as in T5, no length is too long for the model: the limit bounds memory.
+
+    Args:
+        get: the value of a name in the config of the text model, or None.
+    """
+    limit = next((int(v) for name in _CONTEXT_NAMES if isinstance(v := get(name), int)), None)
+    for rope in _rope_settings(get("rope_parameters") or get("rope_scaling")):
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get(_ORIGINAL) or (get(_ORIGINAL) if kind == "longrope" else None) or limit
+            limit = original if limit is None else min(limit, original or limit)
+    if get("relative_attention_num_buckets") is not None:
+        return max(limit or 0, RELATIVE_LEN)
+    return limit
+
+
+def _rope_settings(parameters: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a config: one dict, or one for each layer type."""
+    if not isinstance(parameters, dict):
+        return []
+    if "rope_type" in parameters or "type" in parameters:
+        return [parameters]
+    return [value for value in parameters.values() if isinstance(value, dict)]
 
 
 def check_tokenizer(model: Model) -> None:

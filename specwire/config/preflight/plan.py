@@ -10,7 +10,7 @@ from typing import Any
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
 from specwire.config.models import NO_DRAFT
-from specwire.config.preflight import lengths, machine, memory, models, pairs, quantised
+from specwire.config.preflight import machine, memory, models, pairs
 from specwire.config.preflight.models import Model
 from specwire.config.services import CoordinatorConfig, DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.config.speculative import INNER_METHODS
@@ -50,8 +50,7 @@ def check(config: Any) -> None:
             machine.check_device(model.device_name, model.device, model.num_devices)
     found = {model: files for model in needs.models if (files := models.find(model))}
     for files in found.values():
-        quantised.check(files)
-        lengths.check(files)
+        models.check(files)
     memory.check([files for model, files in found.items() if model.is_here])
     if len(needs.pair) == 2 and all(model in found for model in needs.pair):
         pairs.check(*(found[model] for model in needs.pair))
