@@ -117,13 +117,8 @@ class Stack:
             self._draft = self._add("the draft service", ["draft_service"], draft, {"model": "draft"})
         wait_ready(self.services, config.start_timeout_s)
         restart_s = _RESTART_MARGIN * (time.monotonic() - began_s)
-        draft_address = self.draft.address if self.draft else ""
-        if self.draft and config.draft_rtt_ms:
-            given = argparse.Namespace(to=draft_address, rtt_ms=config.draft_rtt_ms)
-            proxy = read_config(ProxyConfig, given, environ)
-            link = self._add("the link to the draft", ["specwire.cli", "proxy"], proxy)
-            draft_address = link.service.ready(config.start_timeout_s)
         addresses = ",".join(each.address for each in self.verifies)
+        draft_address = self._draft_address(config, environ)
         coordinator = replace(coordinator, verify_address=addresses, draft_address=draft_address)
         if env_name("failover_timeout_s") not in environ:
             # Generations wait for a verify service that is restarted.
@@ -136,6 +131,15 @@ class Stack:
             self._http = self._add("the HTTP front", ["specwire.cli", "http"], front)
             self._http.service.ready(config.start_timeout_s)
         log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
+
+    def _draft_address(self, config: StackConfig, environ: Mapping[str, str]) -> str:
+        """Where the draft is for the coordinator: behind a link that is started here, if one is emulated."""
+        if self.draft is None or not config.draft_rtt_ms:
+            return self.draft.address if self.draft else ""
+        given = argparse.Namespace(to=self.draft.address, rtt_ms=config.draft_rtt_ms)
+        proxy = read_config(ProxyConfig, given, environ)
+        link = self._add("the link to the draft", ["specwire.cli", "proxy"], proxy)
+        return link.service.ready(config.start_timeout_s)
 
     def _add(
         self, name: str, command: Sequence[str], config: Any, aliases: Mapping[str, str] | None = None

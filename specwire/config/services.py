@@ -208,16 +208,11 @@ class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
             varies = own.source != DRAFT_MODEL and not OWN_METHODS[own.source].may_be_invariant
             fits = not (varies and self.batch_invariant)
             check(fits, name, value, "does not go together with --batch-invariant")
-        ports = {
-            name: split_address(name, getattr(self, name))
-            for name in ("address", "metrics_address")
-            if getattr(self, name)
-        }
-        for name, (_, port) in ports.items():
-            room = port + self.replicas <= 65536
-            check(
-                room, name, getattr(self, name), f"leaves no room for the ports of {self.replicas} replicas"
-            )
+        ports, problem = {}, f"leaves no room for the ports of {self.replicas} replicas"
+        for name in ("address", "metrics_address"):
+            if address := getattr(self, name):
+                ports[name] = _, port = split_address(name, address)
+                check(port + self.replicas <= 65536, name, address, problem)
         (host, port), (metrics_host, metrics_port) = ports["address"], ports.get("metrics_address", ("", 0))
         apart = host != metrics_host or not port * metrics_port or abs(port - metrics_port) >= self.replicas
         check(apart, "metrics_address", self.metrics_address, "is among the ports of --address")
