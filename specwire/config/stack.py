@@ -105,7 +105,9 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             problem = f"does not fit --target {self.target}; name a draft, or none"
             check(bool(fits), "draft", self.draft, problem)
         self._check_learn()
-        self._check_placement()
+        if self.draft_placement == IN_TARGET and (needs := self._needs_service):
+            name, value, why = needs
+            check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
         check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
@@ -119,13 +121,21 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     def _needs_service(self) -> tuple[str, object, str] | None:
         """What the draft model cannot do in the target's process: flag, value and why; None for nothing."""
         draft, selection = self.draft, self.model_draft.selection
+        device, draft_device = (
+            "cuda:0" if each == "cuda" else each for each in (self.device, self.draft_device)
+        )
         asked: tuple[tuple[bool, str, object, str], ...] = (
             (self.draft_model == NO_DRAFT, "draft", draft, "is no draft model"),
             ("," in draft or ABOVE in draft, "draft", draft, "has two drafters"),
             (self.draft_model.startswith(EMULATED), "draft", draft, "is emulated"),
             (self.target.startswith(EMULATED), "target", self.target, "is emulated"),
             (_has_encoder(self.target), "target", self.target, "is an encoder-decoder"),
-            (self._is_apart, "draft_device", self.draft_device, f"is not the target's, {self.device}"),
+            (
+                device != draft_device,
+                "draft_device",
+                self.draft_device,
+                f"is not the target's, {self.device}",
+            ),
             (self.tensor_parallel_size > 1, "tensor_parallel_size", self.tensor_parallel_size, "is over 1"),
             (self.draft_learn, "draft_learn", True, "learns beside the target"),
             (self.draft_rtt_ms > 0, "draft_rtt_ms", self.draft_rtt_ms, "is of a network"),
@@ -133,7 +143,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             (self.num_outcomes not in (AUTO, "0"), "num_outcomes", self.num_outcomes, "works ahead"),
             (selection != "", "speculative_config", f"selection={selection!r}", "draws several chains"),
             (
-                self.target_tokenizer != "",
+                bool(self.target_tokenizer),
                 "speculative_config",
                 "use_heterogeneous_vocab",
                 "has to translate",
@@ -142,24 +152,11 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         return next(((name, value, why) for holds, name, value, why in asked if holds), None)
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether draft and target have different devices."""
-        first = {"cuda": "cuda:0"}
-        devices = self.device, self.draft_device
-        return devices[0] != devices[1] and len({first.get(each, each) for each in devices}) > 1
-
-    @property
     def draft_in_target(self) -> bool:
         """Whether the draft model runs in the target's process."""
         if self.draft_placement == AUTO:
             return self._needs_service is None
         return self.draft_placement == IN_TARGET
-
-    def _check_placement(self) -> None:
-        needs = self._needs_service
-        if self.draft_placement == IN_TARGET and needs is not None:
-            name, value, why = needs
-            check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
 
     def _check_learn(self) -> None:
         if not self.draft_learn:
