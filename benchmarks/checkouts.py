@@ -150,8 +150,7 @@ class Checkout:
         )
 
     def _start(self, module: str, *words: str, **flags: object) -> Service:
-        flags_as_words = [word for name, value in flags.items() for word in flag_words(name, value)]
-        service = Service(module, [*words, *flags_as_words], self._environ)
+        service = Service(module, [*words, *flag_words(**flags)], self._environ)
         self._started.callback(service.stop)
         service.ready(_START_TIMEOUT_S)
         return service

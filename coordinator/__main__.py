@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from specwire.cli import replicas
+from specwire.cli import kept
 from specwire.config import preflight
 from specwire.config.services import CoordinatorCommand
 from specwire.rpc import process
@@ -16,11 +16,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(config: CoordinatorCommand) -> None:
-    is_worker = replicas.is_worker()
+    is_worker = kept.is_worker()
     if not is_worker:
         preflight.check(config)
     if config.workers > 1 and not is_worker:
-        await process.run_until_signal(replicas.workers(["coordinator"], config))
+        await process.run_until_signal(kept.workers(["coordinator"], config))
         return
     from coordinator.service import serving  # after the flags were checked
 

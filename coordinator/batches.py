@@ -157,7 +157,7 @@ class BatchDrafter:
             Names(),
             config.peer_credentials,
             self._target,
-            use_heterogeneous_vocab=config.use_heterogeneous_vocab,
+            use_heterogeneous_vocab=config.model_draft.use_heterogeneous_vocab,
         )
         try:
             await pool.connect()

@@ -242,7 +242,7 @@ class RequestParser:
         """One under greedy decoding, without a draft model, and for a target that judges no trees."""
         if params.greedy or not draft.uses_model or not self._target.trees:
             return 1
-        return self._config.num_chains if params.rule is Rule.KSEQ else 1
+        return self._config.model_draft.num_chains if params.rule is Rule.KSEQ else 1
 
     def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
@@ -277,7 +277,7 @@ class RequestParser:
         rule = params.rule or self._config.fixed_rule
         if rule is None:
             asks = params.seed is not None or self._has_seed or bool(params.max_depth) or draft.uses_own
-            if self._config.selects_kseq and draft.uses_model:
+            if self._config.model_draft.selection and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ
             else:
                 rule = Rule.GUMBEL if asks or self._draft_is_far() else Rule.BLOCK

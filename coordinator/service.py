@@ -50,7 +50,7 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
             names,
             credentials,
             verify.info,
-            use_heterogeneous_vocab=config.use_heterogeneous_vocab,
+            use_heterogeneous_vocab=config.model_draft.use_heterogeneous_vocab,
         )
         stack.push_async_callback(draft.close)
         await draft.connect()

@@ -86,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         files: of the tokenizer.
         """
         self._config = config
-        self._texts = TextDrafts(config.speculation, tokenizer)
+        self._texts = TextDrafts(config.text_draft, tokenizer)
         self._verify = verify
         self._draft = draft
         self._tokenizer = tokenizer
@@ -104,7 +104,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._own_choice = SharedChoice(
             lambda: self._admission.num_running, told=lambda: (verify.info.costs, None)
         )
-        self._kseq_choice = SharedChoice(lambda: self._admission.num_running, num_chains=config.num_chains)
+        self._kseq_choice = SharedChoice(
+            lambda: self._admission.num_running, num_chains=config.model_draft.num_chains
+        )
         self._beam_costs = SharedBeamCosts()
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
@@ -132,7 +134,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @property
     def choice(self) -> SharedChoice:
         """What the streams of this process learn together, or follow: those that draft by default."""
-        if self._config.selects_kseq:
+        if self._config.model_draft.selection:
             return self._kseq_choice
         return self._own_choice if self._drafts_in_target else self._choice
 

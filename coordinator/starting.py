@@ -45,11 +45,11 @@ def log_found(config: CoordinatorConfig, verify: VerifyPool, draft: DraftPool) -
         log.log(NOTICE, "draft %s at %s", draft.info.summary, config.draft_address)
     elif config.draft_address:
         log.log(NOTICE, "no draft yet at %s: decoding plainly until it serves", config.draft_address)
-    source = config.own_source or (config.speculation.method if config.speculation else "")
+    given = config.own_draft.source if config.own_draft else config.text_draft and config.text_draft.method
     log.log(
         NOTICE,
         "rule %s; draft tokens a round %s%s",
         config.rule,
         config.num_draft_tokens,
-        f"; drafts by {source}" if source else "",
+        f"; drafts by {given}" if given else "",
     )

@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.batches import BatchDrafter, Row
-from specwire.config.flags import did_you_mean, env_name, read_config, settings_of
+from specwire.config.flags import env_name, parse_mapping, read_config, settings_of
 from specwire.config.services import CoordinatorConfig
-from specwire.config.yaml_file import of_type
 from specwire.core import MAX_NUM_DRAFT_TOKENS, ModelInfo
 from specwire.engine.place import host
 from specwire.errors import ConfigError
@@ -107,14 +106,10 @@ def read_options(given: Mapping[str, Any], environ: Mapping[str, str]) -> Coordi
     Raises:
         ConfigError: naming an option and its value.
     """
-    kinds = {
-        field.name: type(field.default) for field in settings_of(CoordinatorConfig) if field.name in OPTIONS
-    }
-    for name in given:
-        if name not in kinds:
-            raise ConfigError(f"additional_config: specwire.{name}: is not known{did_you_mean(name, kinds)}")
-    values = {name: of_type(f"specwire.{name}", kinds[name], value) for name, value in given.items()}
-    labels = {name: f"additional_config: specwire.{name}:" for name in values}
+    fields = [field for field in settings_of(CoordinatorConfig) if field.name in OPTIONS]
+    where = "additional_config: specwire."
+    values, keys = parse_mapping(where, given, fields)
+    labels = {name: f"{where}{key}:" for name, key in keys.items()}
     names = {env_name(name) for name in OPTIONS}
     ours = {name: value for name, value in environ.items() if name in names}
     config = read_config(CoordinatorConfig, argparse.Namespace(**values, given=labels), ours)

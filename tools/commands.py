@@ -9,7 +9,6 @@ from typing import Any
 
 from specwire.cli.signals import end_on_signals
 from specwire.config import extras
-from specwire.config.flags import read_config
 from specwire.config.link import ProxyConfig
 from specwire.config.parser import add_command
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params
@@ -20,7 +19,7 @@ from tools.heads.config import TrainHeadsConfig
 from tools.layers.config import SearchLayersConfig
 from tools.timeline import command as timeline
 
-add_bench = bench.add_command
+add_bench, add_timeline = bench.add_command, timeline.add_command
 
 
 def add_demo(commands: Any) -> None:
@@ -37,13 +36,8 @@ def add_demo(commands: Any) -> None:
 
 def add_proxy(commands: Any) -> None:
     """Add `proxy`."""
-    add_command(
-        commands,
-        "proxy",
-        "add latency, jitter and a bandwidth limit between two services",
-        ProxyConfig,
-        _proxy,
-    )
+    about = "add latency, jitter and a bandwidth limit between two services"
+    add_command(commands, "proxy", about, ProxyConfig, _proxy)
 
 
 def add_training(commands: Any) -> None:
@@ -54,11 +48,6 @@ def add_training(commands: Any) -> None:
     add_command(commands, "search-layers", about, SearchLayersConfig, _search_layers)
 
 
-def add_timeline(commands: Any) -> None:
-    """Add `timeline`."""
-    timeline.add_command(commands).set_defaults(run=_timeline)
-
-
 def add_tune(commands: Any) -> None:
     """Add `tune`."""
     about = "measure a pair on a text, and say how it would be drafted with how many streams"
@@ -66,52 +55,44 @@ def add_tune(commands: Any) -> None:
     add_sampling_flags(tune, omit=("rule", "num_draft_tokens", "max_depth", "draft", "seed"), max_tokens=64)
 
 
-def _tune(args: argparse.Namespace) -> int:
+def _tune(settings: TuneConfig, args: argparse.Namespace) -> int:
     from tools import tune
 
     end_on_signals()
-    settings = read_config(TuneConfig, args, os.environ)
     extras.require("specwire tune", "serve")
     return tune.run(settings, sampling_params(args))
 
 
-def _demo(args: argparse.Namespace) -> int:
+def _demo(settings: DemoConfig, args: argparse.Namespace) -> int:
     from tools import demo
 
     end_on_signals()
-    settings = read_config(DemoConfig, args, os.environ)
     extras.require("specwire demo", "serve")
     params = sampling_params(args)
     return demo.run(settings, args.prompt, params, as_json=bool(args.json), compares=bool(args.compare))
 
 
-def _proxy(args: argparse.Namespace) -> int:
+def _proxy(config: ProxyConfig, _: argparse.Namespace) -> int:
     from specwire.rpc import process
     from tools.proxy import delay_proxy
 
-    serving = delay_proxy.serving(read_config(ProxyConfig, args, os.environ))
-    asyncio.run(process.run_until_signal(serving))
+    asyncio.run(process.run_until_signal(delay_proxy.serving(config)))
     return 0
 
 
-def _train_heads(args: argparse.Namespace) -> int:
+def _train_heads(config: TrainHeadsConfig, _: argparse.Namespace) -> int:
     extras.require("specwire train-heads", "serve")
     threads.spin_briefly(os.environ)
     from tools.heads import command
 
     end_on_signals()
-    return command.run(read_config(TrainHeadsConfig, args, os.environ))
+    return command.run(config)
 
 
-def _search_layers(args: argparse.Namespace) -> int:
+def _search_layers(config: SearchLayersConfig, _: argparse.Namespace) -> int:
     extras.require("specwire search-layers", "serve")
     threads.spin_briefly(os.environ)
     from tools.layers import command
 
     end_on_signals()
-    return command.run(read_config(SearchLayersConfig, args, os.environ))
-
-
-def _timeline(args: argparse.Namespace) -> int:
-    end_on_signals()
-    return timeline.run(args)
+    return command.run(config)

@@ -100,13 +100,12 @@ def _specwire(plan: Plan) -> Iterator[list[System]]:
     with contextlib.ExitStack() as open_until_the_end:
         default, lockstep = (open_until_the_end.enter_context(Stack(each)) for each in (config, apart))
         assert lockstep.draft is not None
-        flags = {
-            "address": "127.0.0.1:0",
-            "verify_address": lockstep.verify.address,
-            "draft_address": lockstep.draft.address,
-            "grace_s": 1.0,
-        }
-        words = [word for name, value in flags.items() for word in flag_words(name, value)]
+        words = flag_words(
+            address="127.0.0.1:0",
+            verify_address=lockstep.verify.address,
+            draft_address=lockstep.draft.address,
+            grace_s=1.0,
+        )
         ahead = Service("coordinator", words)
         open_until_the_end.callback(ahead.stop)
         ahead.ready(60.0)

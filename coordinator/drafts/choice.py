@@ -55,15 +55,15 @@ class DraftChoices:
         Raises:
             ConfigError: that the target does is the default, and it does not; or there are two draft models.
         """
-        default = config.own_source
+        default = config.own_draft.source if config.own_draft else ""
         problem = f"the verify service has no {default}: see its flag --{default}"
         check(default in ("", own_source), "speculative_config", config.speculative_config, problem)
         problem = "the verify service has a --draft-model in its own process; give one of both"
         has_both = own_source == DRAFT_MODEL and config.draft_address != ""
         check(not has_both, "draft_address", config.draft_address, problem)
-        is_default = own_source == DRAFT_MODEL and config.speculation is None
+        is_default = own_source == DRAFT_MODEL and config.text_draft is None
         self._own_source, self._uses_own = own_source, default != "" or is_default
-        own = config.speculation
+        own = config.text_draft
         self._counts_corpus = own.method if own and own.corpus else ""
         self._has_model = bool(config.draft_address)
         self._is_off = config.fixed_draft_tokens == 0

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from specwire.cli.terminal import dim
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS
-from specwire.config.speculative import (
-    ABOVE,
-    BEAMS,
-    COUNTS,
-    KSEQ,
-    NGRAM,
-    SUFFIX,
-)
+from specwire.config.speculative import ABOVE, BEAMS, COUNTS, KSEQ, NGRAM, SUFFIX
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -39,29 +31,8 @@ _NEEDS_BESIDE_ENCODER = {
 }
 
 
-class Line(NamedTuple):
-    """One kind of draft; all of it in words."""
-
-    name: str
-    here: str
-    needs: str
-    rounds: str
-    draft_tokens: str
-    accepted: str
-    tokens_a_pass: str
-
-
-class WayLine(NamedTuple):
-    """A way to draft, and tokens a second of a stream under it; in words."""
-
-    way: str
-    chosen: str
-    expected: str
-    measured: str
-
-
-_WAY_HEAD = WayLine("tokens/s of a stream", "chosen", "expected", "last measured")
-_HEAD = Line("draft", "here", "needs", "rounds", "draft tokens", "accepted", "tokens a pass")
+_HEAD = ("draft", "here", "needs", "rounds", "draft tokens", "accepted", "tokens a pass")
+_WAY_HEAD = ("tokens/s of a stream", "chosen", "expected", "last measured")
 
 
 def show(settings: ClientConfig, *, colour: bool) -> str:
@@ -73,24 +44,24 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
     with Client(settings.server, timeout_s=settings.timeout_s, **settings.credentials) as client:
         target, draft = client.get_model_info()
         status = client.get_status()
-    found = lines(target, draft, {each.source: each for each in status.by_source})
-    parts = [table([_HEAD, *found], colour)]
+    found = _lines(target, draft, {each.source: each for each in status.by_source})
+    parts = [_table([_HEAD, *found], 3, colour)]
     if status.ways:
-        parts.append(table([_WAY_HEAD, *ways(status)], colour))
+        parts.append(_table([_WAY_HEAD, *_ways(status)], 2, colour))
     if status.why_plain:
         parts.append(f"Decoded plainly: {status.why_plain}.")
     if draft and draft.learning:
-        parts.append(learnt(draft))
+        parts.append(_learnt(draft))
     if status.num_workers > 1:
         parts.append(f"Of the one worker that answered, of {status.num_workers}.")
     return "\n\n".join(parts)
 
 
-def ways(status: generation_pb2.GetStatusResponse) -> list[WayLine]:
-    """What the coordinator chooses among, the most promising first."""
+def _ways(status: generation_pb2.GetStatusResponse) -> list[tuple[str, ...]]:
+    """Rows of what the coordinator chooses among, the most promising first."""
     found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)
     return [
-        WayLine(
+        (
             way.name,
             "now" if way.is_chosen else "",
             f"{way.expected_tokens_per_s:.0f}",
@@ -100,7 +71,7 @@ def ways(status: generation_pb2.GetStatusResponse) -> list[WayLine]:
     ]
 
 
-def learnt(draft: ModelInfo) -> str:
+def _learnt(draft: ModelInfo) -> str:
     """What a draft that learns has come to."""
     now = draft.learning
     assert now is not None
@@ -111,10 +82,10 @@ def learnt(draft: ModelInfo) -> str:
     )
 
 
-def lines(
+def _lines(
     target: ModelInfo, draft: ModelInfo | None, totals: Mapping[str, generation_pb2.SourceTotals]
-) -> list[Line]:
-    """Of each kind, and of draft models that were there before.
+) -> list[tuple[str, ...]]:
+    """Rows of each kind, and of draft models that were there before.
 
     Args:
         draft: the model behind the draft service; None without one.
@@ -145,23 +116,24 @@ def lines(
     ]
 
 
-def _line(name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool) -> Line:
+def _line(
+    name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool
+) -> tuple[str, ...]:
     here = "yes" if is_there else "no"
     if name == KSEQ:
-        return Line(name, here, needs, "", "", "", "")
+        return (name, here, needs, "", "", "", "")
     if brought is None:
-        return Line(name, here, needs, "0", "", "", "")
+        return (name, here, needs, "0", "", "", "")
     share = brought.num_accepted_tokens / max(1, brought.num_draft_tokens)
     tokens = 1 + brought.num_accepted_tokens / max(1, brought.num_drafts)
     accepted = f"{brought.num_accepted_tokens} ({share:.0%})"
     num_drafts, num_draft_tokens = str(brought.num_drafts), str(brought.num_draft_tokens)
-    return Line(name, here, needs, num_drafts, num_draft_tokens, accepted, f"{tokens:.2f}")
+    return (name, here, needs, num_drafts, num_draft_tokens, accepted, f"{tokens:.2f}")
 
 
-def table(rows: Sequence[Line | WayLine], colour: bool) -> str:
-    """Aligned columns under their names; figures to the right."""
+def _table(rows: Sequence[Sequence[str]], num_words: int, colour: bool) -> str:
+    """Aligned columns under their names; from the column after `num_words` on figures, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    num_words = rows[0].index("needs" if isinstance(rows[0], Line) else "chosen") + 1
     texts = []
     for row in rows:
         cells = [

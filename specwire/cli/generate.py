@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
 from specwire.config.client import ClientConfig
-from specwire.config.flags import add_flags, read_config
+from specwire.config.parser import add_command
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params, token_ids
 from specwire.errors import ConfigError
 
 _STDIN = "-"
 
 
-def add_command(commands: Any) -> argparse.ArgumentParser:
+def add(commands: Any) -> None:
     """Add `generate`."""
-    generate: argparse.ArgumentParser = commands.add_parser(
-        "generate",
-        help="continue a prompt on a running coordinator",
-        description="Continue a prompt on a running coordinator.",
-    )
-    add_flags(generate, ClientConfig)
+    about = "continue a prompt on a running coordinator"
+    generate = add_command(commands, "generate", about, ClientConfig, run)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", help="text to continue; - reads it from standard input")
     prompt.add_argument("--token-ids", type=token_ids, metavar="1,2,3", help="the prompt as token ids")
@@ -31,10 +26,9 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print the completion as JSON")
     about = "print to standard error where the time went, stage by stage"
     generate.add_argument("--timing", action="store_true", help=about)
-    return generate
 
 
-def run(args: argparse.Namespace) -> int:
+def run(settings: ClientConfig, args: argparse.Namespace) -> int:
     """Print the text as it comes, or the completion as JSON.
 
     Raises:
@@ -43,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
     from specwire.cli.terminal import printable, say_why_plain
     from specwire.client.client import Client
 
-    settings = read_config(ClientConfig, args, os.environ)
     params = sampling_params(args)
     prompt = _prompt(args.prompt)
     with (

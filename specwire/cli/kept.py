@@ -1,15 +1,31 @@
-"""Service processes that are restarted when they end, after a pause that grows with each failure in a row."""
+"""Service processes that are restarted when they end, after a pause that grows with each failure in a row.
+
+Replicas (`verify --replicas N`) and workers (`coordinator --workers N`, `http --workers N`) are children of
+one process that serves no request, and share nothing. One that ends is started again at its address; a worker
+that hangs is ended first. If one cannot start the first time, the command ends: its next start would fail in
+the same way. Replicas have ports of their own; workers have one port, where the kernel gives each new
+connection to one of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import os
+import re
 import select
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from specwire.cli.process import STOP_MARGIN_S, Service
+from specwire.cli.process import STOP_MARGIN_S, Service, wait_ready
+from specwire.config.client import HttpConfig
+from specwire.config.fields import next_address
+from specwire.config.flags import config_words, flag_words
+from specwire.config.services import CoordinatorConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
 
 log = logging.getLogger(__name__)
@@ -21,6 +37,9 @@ _STEADY_S = 60.0
 MAX_SILENCE_S = 10.0
 """A process that shows signs of life, one a second, and has shown none for so long hangs. An event loop that
 works is never kept so long, by whatever else a machine does."""
+_WORKER = "_SPECWIRE_WORKER"
+"""In the environment of a worker."""
+_UNNAMED_FILE = re.compile("/dev/fd/([0-9]+)")
 
 
 class KeptService:
@@ -119,3 +138,89 @@ def pause_s(num_failures: int) -> float:
     [0.5, 1.0, 2.0, 30.0]
     """
     return float(min(_FIRST_PAUSE_S * 2 ** min(num_failures - 1, 10), _LONGEST_PAUSE_S))
+
+
+def kept_service(
+    name: str,
+    command: Sequence[str],
+    config: Any,
+    environ: Mapping[str, str] | None = None,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    max_failures: float = math.inf,
+    max_silence_s: float = math.inf,
+) -> KeptService:
+    """Start a service, and those that replace it; it does not serve yet.
+
+    Args:
+        name: what logs call it.
+        command: module, and words before the flags.
+        config: what all flags are set to.
+        environ: added to the environment of the process.
+        aliases: of flags that its errors are to name in another way.
+        max_failures, max_silence_s: see `KeptService`.
+    """
+    module, *words = command
+    words += config_words(config, aliases)
+    # Files without a name, as `supervisor` passes tokens, are inherited.
+    pass_fds = [int(found[1]) for word in words if (found := _UNNAMED_FILE.fullmatch(word))]
+
+    def start(address: str) -> Service:
+        there = flag_words(address=address) if address else []
+        return Service(module, [*words, *there], environ, pass_fds=pass_fds)
+
+    return KeptService(name, start, max_failures, max_silence_s=max_silence_s)
+
+
+@contextlib.asynccontextmanager
+async def keeping(
+    replicas: Sequence[KeptService], grace_s: float, *others: Callable[[], Coroutine[Any, Any, None]]
+) -> AsyncIterator[None]:
+    """Keep replicas serving while the body runs, which begins when all serve; then shut them down gracefully.
+
+    Args:
+        others: run meanwhile; what one of them raises ends everything.
+
+    Raises:
+        ConfigError: one of them cannot start, with its own reason.
+    """
+    try:
+        await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run()) for run in (*(each.keep for each in replicas), *others)]
+            yield
+            for task in tasks:
+                task.cancel()
+        await asyncio.gather(*(replica.stop(grace_s) for replica in replicas))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for replica in replicas:
+            replica.service.kill()
+
+
+@contextlib.asynccontextmanager
+async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig) -> AsyncIterator[str]:
+    """`config.workers` processes at one port; yields its `HOST:PORT`. Metrics are at consecutive ports.
+
+    Args, errors: as of `kept_service` and `keeping`.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    from specwire.rpc import listening  # which imports gRPC: `--help` waits for nothing
+
+    with listening.reserved(config.address) as address:
+        made = []
+        for number in range(config.workers):
+            metrics = next_address("metrics_address", config.metrics_address, number)
+            own = replace(config, address=address, metrics_address=metrics)
+            name, environ = f"worker {number + 1} at {address}", {_WORKER: "1"}
+            made.append(kept_service(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
+        async with keeping(made, config.grace_s):
+            yield address
+
+
+def is_worker() -> bool:
+    """Whether this process is one of those that `workers` starts."""
+    return _WORKER in os.environ

@@ -13,16 +13,15 @@ from importlib import metadata
 from typing import Any
 
 from specwire import parent
-from specwire.cli import generate, replicas, serve
+from specwire.cli import generate, kept, serve
 from specwire.cli.signals import end_on_signals
 from specwire.cli.supervisor import Stack
 from specwire.config import extras, preflight
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import check_environment
-from specwire.config.flags import as_given, read_config
+from specwire.config.flags import as_given
 from specwire.config.parser import Parser, add_command
-from specwire.config.sampling_flags import add_sampling_flags
-from specwire.config.sampling_flags import sampling_params as _sampling_params
+from specwire.config.sampling_flags import add_sampling_flags, sampling_params
 from specwire.config.serve import ServeConfig
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, InvalidRequestError, SpecwireError, UnauthenticatedError
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         _parser().parse_args(argv, args)
-        if args.run not in (_serve, _up, _http):  # whose log has a form of its own
+        if argv[0] not in ("serve", "up", "http"):  # whose log has a form of its own
             check_environment(os.environ)
         return int(args.run(args))
     except SpecwireError as error:
@@ -98,13 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     from tools import commands as tools  # not before the command line is read: no service needs them
 
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    serve.add_command(commands).set_defaults(run=_serve)
+    serve.add(commands, _serve)
     about = "run the three services on this machine until Ctrl-C"
     add_command(commands, "up", about, UpConfig, _up, has_file=True)
     tools.add_demo(commands)
     _add_health(commands)
     _add_chat(commands)
-    generate.add_command(commands).set_defaults(run=generate.run)
+    generate.add(commands)
     tools.add_bench(commands)
     tools.add_proxy(commands)
     _add_token(commands)
@@ -154,16 +153,14 @@ def _add_token(commands: Any) -> None:
     token.set_defaults(run=_token)
 
 
-def _up(args: argparse.Namespace) -> int:
-    settings = read_config(UpConfig, args, os.environ)
+def _up(settings: UpConfig, _: argparse.Namespace) -> int:
     extras.require("specwire up", "serve")
     if settings.http_address:
         extras.require("--http-address", "http")
     return _run_stack(settings, "up")
 
 
-def _serve(args: argparse.Namespace) -> int:
-    settings = read_config(ServeConfig, args, os.environ)
+def _serve(settings: ServeConfig, _: argparse.Namespace) -> int:
     extras.require("specwire serve", "serve")
     extras.require("specwire serve", "http")
     return _run_stack(settings, "serve", serve.about_draft(settings))
@@ -182,18 +179,18 @@ def _run_stack(settings: UpConfig, name: str, about: str = "") -> int:
         stack.keep()
 
 
-def _health(args: argparse.Namespace) -> int:
+def _health(settings: ClientConfig, args: argparse.Namespace) -> int:
     from specwire.cli import health
 
-    status = asyncio.run(health.status(read_config(ClientConfig, args, os.environ), args.service))
+    status = asyncio.run(health.status(settings, args.service))
     print(status)
     return 0 if status == health.SERVING else 1
 
 
-def _chat(args: argparse.Namespace) -> int:
+def _chat(settings: ClientConfig, args: argparse.Namespace) -> int:
     from specwire.cli import chat
 
-    return chat.run(read_config(ClientConfig, args, os.environ), args, _sampling_params(args))
+    return chat.run(settings, args, sampling_params(args))
 
 
 def _token(args: argparse.Namespace) -> int:
@@ -209,33 +206,32 @@ def _token(args: argparse.Namespace) -> int:
     return 0
 
 
-def _drafts(args: argparse.Namespace) -> int:
+def _drafts(settings: ClientConfig, _: argparse.Namespace) -> int:
     from specwire.cli import drafts
 
-    print(drafts.show(read_config(ClientConfig, args, os.environ), colour=sys.stdout.isatty()))
+    print(drafts.show(settings, colour=sys.stdout.isatty()))
     return 0
 
 
-def _status(args: argparse.Namespace) -> int:
+def _status(settings: ClientConfig, _: argparse.Namespace) -> int:
     from specwire.cli import status
 
-    print(status.show(read_config(ClientConfig, args, os.environ)))
+    print(status.show(settings))
     return 0
 
 
-def _http(args: argparse.Namespace) -> int:
+def _http(settings: HttpConfig, _: argparse.Namespace) -> int:
     from specwire.rpc import process
 
-    settings = read_config(HttpConfig, args, os.environ)
     extras.require("specwire http", "http")
     logs.set_up(settings.log_level, settings.log_format, "http")
     check_environment(os.environ)
-    is_worker = replicas.is_worker()
+    is_worker = kept.is_worker()
     if not is_worker:
         preflight.check(settings)
     from specwire.http import server
 
     is_one = settings.workers == 1 or is_worker
-    serving = server.serving(settings) if is_one else replicas.workers(["specwire.cli", "http"], settings)
+    serving = server.serving(settings) if is_one else kept.workers(["specwire.cli", "http"], settings)
     asyncio.run(process.run_until_signal(serving, shows_life=is_worker))
     return 0

@@ -15,9 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from specwire import parent
-from specwire.config.environment import ALL_CONFIGS
-from specwire.config.flags import known_variables, unknown_variables
-from specwire.config.stack import StackConfig, UpConfig
+from specwire.config.flags import ENV_PREFIX
 from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.telemetry import logs, stacks
 
@@ -39,28 +37,26 @@ class Service:
         environ: Mapping[str, str] | None = None,
         *,
         pass_fds: Sequence[int] = (),
-        owner: type[StackConfig] = UpConfig,
     ) -> None:
         """Start `python -m module flags`; wait with `ready`.
 
         Args:
             module: draft_service, verify_service or coordinator.
-            environ: added to this process's environment, without the variables of `owner`.
+            environ: added to this process's environment, whose `SPECWIRE_*` variables are not the service's.
             pass_fds: descriptors that it inherits, under the same numbers.
-            owner: the config of this process, whose variables are not the service's.
         """
         self.module = module
         self.address = ""
         self._error = ""
         self._is_terminated = False
-        variables = _inherited(owner) | parent.environment() | dict(environ or {})
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,  # a selector does not see buffered lines
-            env=variables,
+            env=inherited | parent.environment() | dict(environ or {}),
             pass_fds=pass_fds,
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the services in order
         )
@@ -165,11 +161,3 @@ def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None
             for key, _ in events:
                 if key.data.read_address():
                     selector.unregister(key.fileobj)
-
-
-def _inherited(owner: type[StackConfig]) -> dict[str, str]:
-    """The environment without the variables of our own flags: here `SPECWIRE_ADDRESS` is the coordinator's,
-    not that of all three. Others (`SPECWIRE_PAGE_SIZE`) are passed to the services, but for those that no
-    process knows, of which each would warn."""
-    dropped = known_variables([owner]).union(unknown_variables(ALL_CONFIGS, os.environ))
-    return {name: value for name, value in os.environ.items() if name not in dropped}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from specwire.config.flags import add_config_file, add_flags
 from specwire.config.models import NO_DRAFT
+from specwire.config.parser import add_command
 from specwire.config.serve import ServeConfig
 from specwire.errors import ConfigError
 
@@ -54,25 +55,23 @@ _REPLACED = {
 """Flags of vLLM that are not ours, and one of `specwire up`: what to do instead."""
 
 
-def add_command(commands: Any) -> argparse.ArgumentParser:
+def add(commands: Any, run: Callable[[ServeConfig, argparse.Namespace], int]) -> None:
     """Add `serve`."""
-    serve: argparse.ArgumentParser = commands.add_parser(
+    serve = add_command(
+        commands,
         "serve",
-        help="serve a model over OpenAI's API and gRPC: one command, vLLM's names",
+        "serve a model over OpenAI's API and gRPC: one command, vLLM's names",
+        ServeConfig,
+        run,
+        has_file=True,
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="specwire serve MODEL [--draft DRAFT] [flags]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_config_file(serve)
-    add_flags(serve, ServeConfig)
     for name in _REPLACED:
         flag = "--" + name.replace("_", "-")
-        serve.add_argument(flag, dest=name, nargs="?", action=_Refuse, **_HIDDEN)
-    return serve
-
-
-_HIDDEN: Any = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        hidden: Any = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        serve.add_argument(flag, dest=name, nargs="?", action=_Refuse, **hidden)
 
 
 class _Refuse(argparse.Action):

@@ -6,6 +6,7 @@ which no process loses a service that it uses.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -15,26 +16,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
-from specwire.cli.kept import KeptService, pause_s
+from specwire.cli.kept import KeptService, kept_service, pause_s
 from specwire.cli.process import STOP_MARGIN_S, Service, wait_ready
 from specwire.config import preflight
-from specwire.config.flags import env_name, flag_words
-from specwire.config.models import NO_DRAFT
+from specwire.config.flags import env_name, read_config
+from specwire.config.link import ProxyConfig
 from specwire.config.security.bearer import make_token, token_line
 from specwire.config.serve import ServeConfig
-from specwire.config.services import CoordinatorConfig
 from specwire.config.stack import StackConfig, UpConfig
 from specwire.rpc import interrupts
 from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)
 
-_LOCAL = "127.0.0.1:0"
-_NO_FILES: Mapping[str, _UnnamedFile] = MappingProxyType({})
 _CANCEL_S = 1.0
 """For a service to cancel by itself what exceeds its grace period."""
 _INTERRUPT_MARGIN_S = 0.75
@@ -60,9 +58,7 @@ class Stack:
         self._draft: KeptService | None = None
         self._http: KeptService | None = None
         self._grace_s = config.grace_s
-        self._owner = UpConfig if not isinstance(config, UpConfig) else type(config)
         self._environ = environ
-        self._required_tokens, self._peer_token = _internal_token(config)
         try:
             self._start(config)
         except BaseException:
@@ -105,50 +101,56 @@ class Stack:
         return self._http.service if self._http else None
 
     def _start(self, config: StackConfig) -> None:
-        began_s, files = time.monotonic(), self._required_tokens
+        began_s, environ = time.monotonic(), {**os.environ, **(self._environ or {})}
+        self._files = _internal_tokens(config)
+        required, shown = ({name: file.path for name, file in each.items()} for each in self._files)
+        # All that a variable may say wrong is known before anything starts.
+        verifies = [config.verify(number, environ, **required) for number in range(config.replicas)]
+        draft = config.draft_service(environ, **required)
+        coordinator = config.coordinator(environ, **shown)
+        front = config.front(environ) if config.http_address else None
         self._verifies = []
-        for number in range(config.replicas):
-            name = f"verify service {number + 1}" if config.replicas > 1 else "the verify service"
-            flags = _flags(target=config.target, address=_LOCAL, **config.verify_settings(number))
-            self._verifies.append(self._add(name, "verify_service", flags, files))
-        if config.draft_model != NO_DRAFT and not config.draft_in_target:
-            flags = _flags(draft=config.draft_model, address=_LOCAL, **config.draft_settings)
-            self._draft = self._add("the draft service", "draft_service", flags, files)
+        for number, verify in enumerate(verifies, 1):
+            name = f"verify service {number}" if config.replicas > 1 else "the verify service"
+            self._verifies.append(self._add(name, ["verify_service"], verify, {"model": "target"}))
+        if draft:
+            self._draft = self._add("the draft service", ["draft_service"], draft, {"model": "draft"})
         wait_ready(self.services, config.start_timeout_s)
         restart_s = _RESTART_MARGIN * (time.monotonic() - began_s)
-        draft_address = self.draft.address if self.draft else ""
-        if self.draft and config.draft_rtt_ms:
-            flags = ["proxy", *_flags(to=draft_address, rtt_ms=config.draft_rtt_ms)]
-            link = self._add("the link to the draft", "specwire.cli", flags)
-            draft_address = link.service.ready(config.start_timeout_s)
-        verify_addresses = ",".join(verify.address for verify in self.verifies)
-        flags = [
-            *_flags(verify_address=verify_addresses, draft_address=draft_address),
-            *_flags(**config.coordinator_settings),
-            *_failover_flags(restart_s, {**os.environ, **(self._environ or {})}),
-        ]
-        self._coordinator = self._add("the coordinator", "coordinator", flags, self._peer_token)
+        addresses = ",".join(each.address for each in self.verifies)
+        draft_address = self._draft_address(config, environ)
+        coordinator = replace(coordinator, verify_address=addresses, draft_address=draft_address)
+        if env_name("failover_timeout_s") not in environ:
+            # Generations wait for a verify service that is restarted.
+            most_s = max(coordinator.failover_timeout_s, pause_s(1) + restart_s)
+            coordinator = replace(coordinator, failover_timeout_s=most_s)
+        self._coordinator = self._add("the coordinator", ["coordinator"], coordinator)
         self.coordinator.ready(config.start_timeout_s)
-        if config.http_address:
-            flags = ["http", *_flags(server=self.address, **config.front_settings)]
-            self._http = self._add("the HTTP front", "specwire.cli", flags)
+        if front:
+            front = replace(front, server=self.address)
+            self._http = self._add("the HTTP front", ["specwire.cli", "http"], front)
             self._http.service.ready(config.start_timeout_s)
         log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
 
+    def _draft_address(self, config: StackConfig, environ: Mapping[str, str]) -> str:
+        """Where the draft is for the coordinator: behind a link that is started here, if one is emulated."""
+        if self.draft is None or not config.draft_rtt_ms:
+            return self.draft.address if self.draft else ""
+        given = argparse.Namespace(to=self.draft.address, rtt_ms=config.draft_rtt_ms)
+        proxy = read_config(ProxyConfig, given, environ)
+        link = self._add("the link to the draft", ["specwire.cli", "proxy"], proxy)
+        return link.service.ready(config.start_timeout_s)
+
     def _add(
-        self, name: str, module: str, flags: Sequence[str], files: Mapping[str, _UnnamedFile] = _NO_FILES
+        self, name: str, command: Sequence[str], config: Any, aliases: Mapping[str, str] | None = None
     ) -> KeptService:
-        """Start a service; `files` are flags whose values are unnamed files."""
-        given = [*flags, *_flags(**{name: file.path for name, file in files.items()})]
-        pass_fds = [file.fd for file in files.values()]
-
-        def start(address: str) -> Service:
-            words = [*given, *(_flags(address=address) if address else [])]
-            return Service(module, words, self._environ, pass_fds=pass_fds, owner=self._owner)
-
+        """Start a service. Arguments as of `kept_service`."""
         with _uninterrupted():
-            self._kept.append(KeptService(name, start, _MAX_FAILURES))
-        return self._kept[-1]
+            kept = kept_service(
+                name, command, config, self._environ, aliases=aliases, max_failures=_MAX_FAILURES
+            )
+            self._kept.append(kept)
+        return kept
 
     def keep(self) -> NoReturn:
         """Restart services that end by themselves.
@@ -228,8 +230,8 @@ def generate_line(config: StackConfig, address: str) -> str:
 
 def _model_name(config: StackConfig) -> str:
     """What the front calls its model."""
-    given = config.front_settings.get("model_name") or os.environ.get(env_name("model_name"))
-    return str(given or (Path(config.target).name if Path(config.target).exists() else config.target))
+    given = config.front(os.environ).model_name
+    return given or (Path(config.target).name if Path(config.target).exists() else config.target)
 
 
 class _UnnamedFile:
@@ -248,7 +250,7 @@ class _UnnamedFile:
         self.path = f"/dev/fd/{self.fd}"
 
 
-def _internal_token(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[str, _UnnamedFile]]:
+def _internal_tokens(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[str, _UnnamedFile]]:
     """Flags of the model services and of the coordinator: where clients need a token, the model services
     require one as well, which only the coordinator has."""
     if not config.requires_tokens:
@@ -279,13 +281,3 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
         if arrived:
             signal.raise_signal(arrived[0])
-
-
-def _flags(**values: object) -> list[str]:
-    return [text for name, value in values.items() for text in flag_words(name, value)]
-
-
-def _failover_flags(restart_s: float, environ: Mapping[str, str]) -> list[str]:
-    """Generations wait for a verify service that is restarted; a user's own variable wins."""
-    name, usual_s = "failover_timeout_s", CoordinatorConfig.failover_timeout_s
-    return [] if env_name(name) in environ else _flags(**{name: max(usual_s, pause_s(1) + restart_s)})

@@ -1,8 +1,9 @@
-"""What commands need beyond the client: the extras of pyproject.toml."""
+"""Packages beyond the client's: those of commands, which are extras of pyproject.toml, and of checkpoints."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 from specwire.errors import ConfigError
 
@@ -15,6 +16,24 @@ MODULES = {
     "tracing": ("opentelemetry.sdk",),
 }
 """Extra → modules by which it is known to be installed. Looking for them imports none of them."""
+QUANTISERS = {
+    "aqlm": ("accelerate", "aqlm"),
+    "auto-round": ("auto_round",),
+    "awq": ("accelerate", "gptqmodel"),
+    "bitnet": ("accelerate",),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "compressed-tensors": ("compressed_tensors",),
+    "eetq": ("accelerate", "kernels"),
+    "fp8": ("accelerate",),
+    "gptq": ("gptqmodel", "optimum"),
+    "mxfp4": ("accelerate",),
+    "mxfp8": ("accelerate",),
+    "torchao": ("torchao",),
+    "vptq": ("accelerate", "vptq"),
+}
+"""By method of `quantization_config`, as they are imported. Of others transformers says it when it loads."""
+_TO_PLACE = ("accelerate",)
+"""What transformers needs to create weights on a device."""
 
 
 def require(what: str, extra: str) -> None:
@@ -38,3 +57,24 @@ def is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # its parent
         return False
+
+
+def missing_for(wanted: Any, *, on_cuda: bool = False) -> str:
+    """What is missing for a `quantization_config`; empty for nothing, and without one."""
+    name = quantiser(wanted)
+    needed = {*QUANTISERS.get(name, ()), *(_TO_PLACE if name and on_cuda else ())}
+    missing = [each.replace("_", "-") for each in sorted(needed) if not is_installed(each)]
+    if not missing:
+        return ""
+    return (
+        f"its weights are quantised by {name}, which transformers cannot read here without "
+        f"{' and '.join(missing)}; pip install {' '.join(missing)}, or give one that is not quantised"
+    )
+
+
+def quantiser(wanted: Any) -> str:
+    """The method of a `quantization_config`; empty without one. Old ones of bitsandbytes name none."""
+    if not isinstance(wanted, dict):
+        return ""
+    is_bitsandbytes = wanted.get("load_in_4bit") or wanted.get("load_in_8bit")
+    return "bitsandbytes" if is_bitsandbytes else str(wanted.get("quant_method") or "")

@@ -1,7 +1,7 @@
-"""Command line flags and `SPECWIRE_*` variables, both read off frozen config dataclasses.
+"""Flags, `SPECWIRE_*` variables and YAML files of flags, all read off frozen config dataclasses.
 
 A field `num_draft_tokens: int = option(4, "...")` becomes `--num-draft-tokens N` and
-`SPECWIRE_NUM_DRAFT_TOKENS`. A flag beats its variable, the variable the file of `--config` (`files.py`), and
+`SPECWIRE_NUM_DRAFT_TOKENS`. A flag beats its variable, the variable the file of `--config`, and
 that the default.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from specwire.config.groups import place_of, title_of
-from specwire.config.yaml_file import of_type, read_yaml
 from specwire.errors import ConfigError, ModelLoadError, SpecwireError
 
 ENV_PREFIX = "SPECWIRE_"
@@ -75,17 +75,23 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flag_words(name: str, value: object) -> tuple[str, ...]:
-    """The command line arguments that set a field: `--num-draft-tokens 5`, `--no-prefix-sharing`."""
-    if isinstance(value, bool):
-        return (flag_name(name if value else f"no_{name}"),)
-    return flag_name(name), str(value)
+def flag_words(**values: object) -> list[str]:
+    """The command line arguments that set fields: `--num-draft-tokens 5`, `--no-prefix-sharing`."""
+    words: list[str] = []
+    for name, value in values.items():
+        is_switch = isinstance(value, bool)
+        words += [flag_name(name if value else f"no_{name}")] if is_switch else [flag_name(name), str(value)]
+    return words
 
 
-def config_words(config: Any) -> list[str]:
-    """The command line arguments that set all fields of a config."""
+def config_words(config: Any, aliases: Mapping[str, str] | None = None) -> list[str]:
+    """The command line arguments that set all fields of a config.
+
+    Args:
+        aliases: of fields that go by another name there.
+    """
     names = [field.name for field in settings_of(type(config))]
-    return [word for name in names for word in flag_words(name, getattr(config, name))]
+    return flag_words(**{(aliases or {}).get(name, name): getattr(config, name) for name in names})
 
 
 def env_name(name: str) -> str:
@@ -113,60 +119,7 @@ def names_of(field: dataclasses.Field[Any]) -> list[str]:
     return [name for name in (field.name, field.metadata.get("alias")) if name]
 
 
-def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
-    """Add one flag for each field, in groups; a flag that is not given is absent from the namespace."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in sorted(settings_of(config), key=lambda field: place_of(field.name)):
-        title = title_of(field.name)
-        if field.metadata.get("flag", "secret" not in field.metadata):
-            if isinstance(parser, argparse.ArgumentParser) and title not in groups:
-                groups[title] = parser.add_argument_group(title)
-            _add_flag(groups.get(title, parser), field)
-
-
-def _add_flag(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, field: dataclasses.Field[Any]
-) -> None:
-    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
-    if field.metadata.get("positional"):
-        parser.add_argument(field.name, nargs="?", metavar=_metavar(field), **kwargs)
-        return
-    if isinstance(field.default, bool):
-        kwargs["action"] = argparse.BooleanOptionalAction
-    else:
-        kwargs["type"] = type(field.default)
-        kwargs["metavar"] = _metavar(field)
-        kwargs["action"] = _StoreNamed
-    names = [*map(flag_name, names_of(field))]
-    if isinstance(field.default, bool):  # four words of one switch would be a line of their own
-        for name in names[1:]:
-            parser.add_argument(name, dest=field.name, **kwargs | {"help": argparse.SUPPRESS})
-        names = names[:1]
-    parser.add_argument(*names, dest=field.name, **kwargs)
-
-
-class _StoreNamed(argparse.Action):
-    """Stores a value, and in `given` by which of its names the flag was given."""
-
-    def __call__(
-        self, _parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        namespace.given = {**getattr(namespace, "given", {}), self.dest: option_string}
-
-
-def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Add `--config`, which `read_config` reads."""
-    about = "YAML file with flags, as num_draft_tokens: 4; flags and variables win over it"
-    parser.add_argument("--config", metavar="FILE.yaml", help=about)
-
-
-def _help(field: dataclasses.Field[Any]) -> str:
-    default = "" if field.default == "" else f"default {field.default}; "
-    return f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
-
-
-def _metavar(field: dataclasses.Field[Any]) -> str:
+def metavar_of(field: dataclasses.Field[Any]) -> str:
     """The placeholder of the value in the help, by its type or by how the name ends."""
     if field.metadata.get("metavar"):
         return str(field.metadata["metavar"])
@@ -205,8 +158,8 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
         and not _is_of_kubernetes(name, environ[name])
     }
     path = getattr(args, "config", None)
-    from_file, keys = parse_file(path, fields) if path else ({}, {})
-    labels = {field.name: f"{_metavar(field)} " for field in fields if field.metadata.get("positional")}
+    from_file, keys = parse_mapping(f"{path}: ", _read_yaml(path), fields) if path else ({}, {})
+    labels = {field.name: f"{metavar_of(field)} " for field in fields if field.metadata.get("positional")}
     labels |= {name: f"{path}: {key}: " for name, key in keys.items() if name not in flagged}
     labels |= {name: f"environment variable {env_name(name)}=" for name in from_environ}
     labels |= {name: f"{flag} " for name, flag in getattr(args, "given", {}).items()}
@@ -218,26 +171,73 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
         raise as_given(error, args) from None
 
 
-def parse_file(
-    path: str, fields: Sequence[dataclasses.Field[Any]]
+def parse_mapping(
+    where: str, given: Mapping[Any, Any], fields: Sequence[dataclasses.Field[Any]]
 ) -> tuple[dict[str, Any], dict[str, object]]:
-    """Values of fields from a YAML file, whose keys are the names of flags, with - or _; and their keys.
+    """Values of fields from a mapping, whose keys are the names of flags, with - or _; and their keys.
+
+    Args:
+        where: before a key, in errors.
 
     Raises:
-        ConfigError: naming the file, and the key that is unknown, given twice or of another type.
+        ConfigError: naming the key that is unknown, given twice or of another type.
     """
     known = {name: field for field in fields for name in names_of(field)}
     values: dict[str, Any] = {}
     keys: dict[str, object] = {}
-    for key, value in read_yaml(path).items():
+    for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{path}: {key}: is not known{did_you_mean(name, known)}")
+            raise ConfigError(f"{where}{key}: is not known{did_you_mean(name, known)}")
         field = known[name]
         if field.name in values:
-            raise ConfigError(f"{path}: {key}: is given twice")
-        values[field.name], keys[field.name] = of_type(f"{path}: {key}", type(field.default), value), key
+            raise ConfigError(f"{where}{key}: is given twice")
+        values[field.name], keys[field.name] = _of_type(f"{where}{key}", type(field.default), value), key
     return values, keys
+
+
+def _read_yaml(path: str) -> dict[Any, Any]:
+    """The mapping that a YAML file is; empty for an empty file.
+
+    Raises:
+        ConfigError: naming the file, which is missing, not YAML, or no mapping.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError(f"--config {path}: needs pip install 'specwire[serve]' (yaml is missing)") from None
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # the error's own text repeats the line, perhaps a secret
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"--config {path}: is not YAML{where}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {path}: is no mapping of flags to values")
+    return found
+
+
+def _of_type(what: str, kind: type[Any], value: Any) -> Any:
+    """A value of YAML for a field of that type. A number is also a text, and a mapping is one in JSON.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    if kind is float and is_number:
+        return float(value)
+    if kind is str and (is_number or isinstance(value, dict)):
+        return json.dumps(value)
+    if kind is str and isinstance(value, list):
+        return ",".join(map(str, value))
+    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text; quote it"}[kind]
+    raise ConfigError(f"{what}: must be {expected}")
 
 
 def as_given(error: SpecwireError, args: argparse.Namespace | None) -> SpecwireError:

@@ -10,11 +10,7 @@ from specwire.config.blocks import check_layers
 from specwire.config.fields import AUTO, check
 from specwire.config.flags import did_you_mean
 from specwire.config.own_methods import DRAFT_MODEL, LAYERS, OWN, OWN_METHODS, Own, named_own
-from specwire.config.speculative import (
-    ABOVE,
-    INNER_METHODS,
-    METHODS,
-)
+from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS
 from specwire.core import Rule
 
 EMBEDDED = "embedded"

@@ -1,13 +1,72 @@
-"""The parser of command lines: a usage error is the reason and where to read more, with the nearest name."""
+"""The parser of command lines, with a flag for each field of a config, and the help of these.
+
+A usage error is the reason and where to read more, with the nearest name.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from specwire.config.flags import add_config_file, add_flags, did_you_mean
+from specwire.config.flags import (
+    did_you_mean,
+    env_name,
+    flag_name,
+    metavar_of,
+    names_of,
+    read_config,
+    settings_of,
+)
+
+_GROUPS = {
+    "model": (
+        *("target", "model", "dtype", "device", "tensor_parallel_size", "ray_address", "replicas"),
+        *("num_threads", "tokenizer", "chat_template", "max_model_len", "seed", "batch_invariant"),
+        *("cuda_graphs", "least_pass_ms", "load_timeout_s", "step_timeout_s", "start_timeout_s"),
+    ),
+    "speculation": (
+        *("draft", "num_draft_tokens", "max_depth", "speculative_config", "rule", "verify_ahead"),
+        *("num_outcomes", "max_outcomes", "suffix_shared", "support_mass", "max_support"),
+        *("target_tokenizer", "inner", "heads", "layers", "mtp", "dflash", "draft_model", "draft_placement"),
+        *("draft_dtype", "draft_device", "draft_num_threads", "draft_rtt_ms", "draft_timeout_ms"),
+        *(
+            "draft_learn",
+            "draft_learn_share",
+            "learn",
+            "learn_share",
+            "learn_rate",
+            "learn_shared",
+            "learn_out",
+        ),
+    ),
+    "memory and batches": (
+        *("num_kv_tokens", "kv_cache_memory", "gpu_memory_utilization", "page_size", "prefix_sharing"),
+        *("max_num_tokens", "max_prefill_tokens", "max_sequences", "max_running", "max_waiting"),
+    ),
+    "server": (
+        *("host", "port", "address", "http_address", "model_name", "listen", "to", "workers", "grace_s"),
+        *("idle_timeout_s", "max_message_bytes", "max_body_bytes", "max_prompt_bytes", "lenient"),
+        *("cors_origin", "allowed_hosts", "metrics_from", "tool_call_parser"),
+    ),
+    "connections": (
+        *("server", "verify_address", "draft_address", "timeout_s", "connect_timeout_s"),
+        *("failover_timeout_s", "patience_s", "rtt_ms", "jitter_ms", "bandwidth_mbps"),
+    ),
+    "security": (
+        *("api_key", "tokens", "tls_cert", "tls_key", "tls_client_ca", "allow_plaintext", "tls", "tls_ca"),
+        *("client_cert", "client_key", "server_name", "token", "token_file"),
+        *("peer_ca", "peer_cert", "peer_key", "peer_server_name", "peer_token_file"),
+    ),
+    "logs and metrics": ("log_level", "log_format", "metrics_address", "metrics_names", "trace_detail"),
+}
+TITLES = {name: title for title, names in _GROUPS.items() for name in names}
+"""The title under which the help of a command lists a field; titles and fields in this order."""
+_PLACES = {name: place for place, name in enumerate(TITLES)}
+OTHER = "flags"
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,19 +122,80 @@ def add_command(
     name: str,
     about: str,
     config: type[Any],
-    run: Callable[[argparse.Namespace], int],
+    run: Callable[[Any, argparse.Namespace], int],
     *,
     has_file: bool = False,
+    **kwargs: Any,
 ) -> argparse.ArgumentParser:
-    """Add a command with the flags of a config, and `--config` for a file of them; `run` runs it."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about[0].upper() + about[1:] + "."
-    )
+    """Add a command with the flags of a config.
+
+    Args:
+        run: runs it, with the config that was read and all that was given.
+        has_file: whether it has `--config`, for a file of flags.
+        kwargs: of its parser; the help keeps the lines of an epilog.
+    """
+    if "epilog" in kwargs:
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    kwargs = {"description": about[0].upper() + about[1:] + "."} | kwargs
+    command: argparse.ArgumentParser = commands.add_parser(name, help=about, **kwargs)
     if has_file:
         add_config_file(command)
     add_flags(command, config)
-    command.set_defaults(run=run)
+    command.set_defaults(run=lambda args: run(read_config(config, args, os.environ), args))
     return command
+
+
+def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: type[Any]) -> None:
+    """Add one flag for each field, in groups; a flag that is not given is absent from the namespace."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in sorted(settings_of(config), key=lambda field: _PLACES.get(field.name, len(_PLACES))):
+        title = TITLES.get(field.name, OTHER)
+        if field.metadata.get("flag", "secret" not in field.metadata):
+            if isinstance(parser, argparse.ArgumentParser) and title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            _add_flag(groups.get(title, parser), field)
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, field: dataclasses.Field[Any]
+) -> None:
+    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
+    if field.metadata.get("positional"):
+        parser.add_argument(field.name, nargs="?", metavar=metavar_of(field), **kwargs)
+        return
+    if isinstance(field.default, bool):
+        kwargs["action"] = argparse.BooleanOptionalAction
+    else:
+        kwargs["type"] = type(field.default)
+        kwargs["metavar"] = metavar_of(field)
+        kwargs["action"] = _StoreNamed
+    names = [*map(flag_name, names_of(field))]
+    if isinstance(field.default, bool):  # four words of one switch would be a line of their own
+        for name in names[1:]:
+            parser.add_argument(name, dest=field.name, **kwargs | {"help": argparse.SUPPRESS})
+        names = names[:1]
+    parser.add_argument(*names, dest=field.name, **kwargs)
+
+
+class _StoreNamed(argparse.Action):
+    """Stores a value, and in `given` by which of its names the flag was given."""
+
+    def __call__(
+        self, _parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = {**getattr(namespace, "given", {}), self.dest: option_string}
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Add `--config`, which `read_config` reads."""
+    about = "YAML file with flags, as num_draft_tokens: 4; flags and variables win over it"
+    parser.add_argument("--config", metavar="FILE.yaml", help=about)
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    default = "" if field.default == "" else f"default {field.default}; "
+    return f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
 
 
 def _near(words: Sequence[str], known: Collection[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from specwire.config.fields import (
     AUTO,
@@ -20,16 +21,13 @@ from specwire.config.fields import (
     one_of,
 )
 from specwire.config.flags import CheckedConfig, option
-from specwire.config.models import (
-    DTYPES,
-    RULES,
-    VLLM,
-    check_device,
-)
+from specwire.config.models import DTYPES, RULES, VLLM, check_device
 from specwire.config.speculative import (
     KSEQ,
-    check_speculative_config,
-    model_draft,
+    ModelDraftConfig,
+    OwnDraftConfig,
+    SpeculativeConfig,
+    parse_speculative_config,
 )
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Rule
 
@@ -164,7 +162,7 @@ class SpeculationConfig(CheckedConfig):
         "",
         'JSON: {"method": "ngram", "prompt_lookup_max": 4}; empty drafts with the model alone',
         metavar="JSON",
-        check=check_speculative_config,
+        check=lambda _, text: parse_speculative_config(text),
     )
     suffix_shared: bool = option(
         False,
@@ -187,7 +185,7 @@ class SpeculationConfig(CheckedConfig):
     def __post_init__(self) -> None:
         """Refuse what a flag and `speculative_config` both fix, or fix differently."""
         super().__post_init__()
-        given = model_draft(self.speculative_config)
+        given = self.model_draft
         for name, fixed in (
             ("num_draft_tokens", given.num_speculative_tokens),
             ("max_depth", given.max_depth),
@@ -196,3 +194,23 @@ class SpeculationConfig(CheckedConfig):
             check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
         problem = f"contradicts selection {KSEQ} in --speculative-config"
         check(not given.selection or self.rule in (AUTO, Rule.KSEQ), "rule", self.rule, problem)
+
+    @cached_property
+    def speculation(self) -> SpeculativeConfig | ModelDraftConfig | None:
+        """What `speculative_config` says."""
+        return parse_speculative_config(self.speculative_config)
+
+    @property
+    def text_draft(self) -> SpeculativeConfig | None:
+        """Drafts that need no model; None for none."""
+        return found if isinstance(found := self.speculation, SpeculativeConfig) else None
+
+    @property
+    def model_draft(self) -> ModelDraftConfig:
+        """How the draft model drafts; as it does by default where it says nothing of it."""
+        return found if isinstance(found := self.speculation, ModelDraftConfig) else ModelDraftConfig()
+
+    @property
+    def own_draft(self) -> OwnDraftConfig | None:
+        """How the target drafts for itself; None if it does not."""
+        return found if isinstance(found := self.speculation, OwnDraftConfig) else None

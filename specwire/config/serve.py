@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from specwire.config import cuda, extras, ports
 from specwire.config.client import ApiConfig
@@ -47,6 +47,7 @@ class ServeConfig(UpConfig, ApiConfig, EngineConfig):
         names_draft: whether what drafts was given, and not left to the default.
     """
 
+    http_flags: ClassVar = ("host", "port")
     target: str = option(
         "",
         f"directory or hub id of the model, or {EMBEDDED}",
@@ -82,7 +83,8 @@ class ServeConfig(UpConfig, ApiConfig, EngineConfig):
             if getattr(self, name) == AUTO:
                 self._set(name, "cuda" if cuda.is_usable() else "cpu")
         if self.metrics_address == AUTO:
-            self._set("metrics_address", _free_metrics_address(self.num_metrics_ports))
+            num_ports = self.replicas + 3  # coordinator, draft and front
+            self._set("metrics_address", _free_metrics_address(num_ports))
         if self.draft == AUTO:
             self._set("names_draft", self.speculative_config != "")
             otherwise = NO_DRAFT if self.names_draft else NGRAM
@@ -93,11 +95,6 @@ class ServeConfig(UpConfig, ApiConfig, EngineConfig):
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    @property
-    def http_flags(self) -> tuple[str, ...]:
-        """See `StackConfig`."""
-        return "host", "port"
 
     @property
     def requires_tokens(self) -> bool:

@@ -24,14 +24,7 @@ from specwire.config.fields import (
     split_addresses,
 )
 from specwire.config.flags import flag_name, option, same
-from specwire.config.models import (
-    EMBEDDED,
-    EMULATED,
-    check_group,
-    check_inner,
-    check_own,
-    check_share,
-)
+from specwire.config.models import EMBEDDED, EMULATED, check_group, check_inner, check_own, check_share
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS, Own, OwnFlags, named_own
 from specwire.config.parts import (
     EngineConfig,
@@ -42,14 +35,7 @@ from specwire.config.parts import (
     TargetConfig,
 )
 from specwire.config.security.tls import TLS, Credentials
-from specwire.config.speculative import (
-    INNER_METHODS,
-    KSEQ,
-    SpeculativeConfig,
-    model_draft,
-    own_draft,
-    parse_speculative_config,
-)
+from specwire.config.speculative import INNER_METHODS
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
 
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
@@ -127,11 +113,6 @@ class ModelServiceConfig(ServiceConfig, ModelConfig, EngineConfig):
     def fills_memory(self) -> bool:
         """Whether the KV cache takes what the device has left, instead of `num_kv_tokens`."""
         return bool(self.kv_cache_memory or self.gpu_memory_utilization)
-
-    @property
-    def shows_states(self) -> bool:
-        """Whether hidden states are wanted beside logits."""
-        return False
 
     @property
     def own(self) -> Own:
@@ -214,11 +195,6 @@ class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
     model: str = same(ModelServiceConfig, "model", alias="target")
 
     @property
-    def shows_states(self) -> bool:
-        """See `ModelServiceConfig`."""
-        return self.heads != ""
-
-    @property
     def own(self) -> Own:
         """See `ModelServiceConfig`."""
         return next(iter(self.given), Own())
@@ -232,16 +208,11 @@ class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
             varies = own.source != DRAFT_MODEL and not OWN_METHODS[own.source].may_be_invariant
             fits = not (varies and self.batch_invariant)
             check(fits, name, value, "does not go together with --batch-invariant")
-        ports = {
-            name: split_address(name, getattr(self, name))
-            for name in ("address", "metrics_address")
-            if getattr(self, name)
-        }
-        for name, (_, port) in ports.items():
-            room = port + self.replicas <= 65536
-            check(
-                room, name, getattr(self, name), f"leaves no room for the ports of {self.replicas} replicas"
-            )
+        ports, problem = {}, f"leaves no room for the ports of {self.replicas} replicas"
+        for name in ("address", "metrics_address"):
+            if address := getattr(self, name):
+                ports[name] = _, port = split_address(name, address)
+                check(port + self.replicas <= 65536, name, address, problem)
         (host, port), (metrics_host, metrics_port) = ports["address"], ports.get("metrics_address", ("", 0))
         apart = host != metrics_host or not port * metrics_port or abs(port - metrics_port) >= self.replicas
         check(apart, "metrics_address", self.metrics_address, "is among the ports of --address")
@@ -294,9 +265,9 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = own_draft(self.speculative_config)
-        model, flag = (given.model, given.source) if given else ("", "")
-        check(not model, "speculative_config", f"model={model!r}", f"is the verify service's flag --{flag}")
+        if given := self.own_draft:
+            problem = f"is the verify service's flag --{given.source}"
+            check(not given.model, "speculative_config", f"model={given.model!r}", problem)
         alone = self.seed == NO_SEED or self.workers == 1
         check(alone, "seed", self.seed, "does not go together with several --workers, whose order is open")
         self._check_peers()
@@ -331,42 +302,15 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
     def fixed_draft_tokens(self) -> int | None:
         """Draft tokens a round of requests that name no number; None chooses it in each round."""
         if self.num_draft_tokens == AUTO:
-            return model_draft(self.speculative_config).num_speculative_tokens
+            return self.model_draft.num_speculative_tokens
         return parse_count("num_draft_tokens", self.num_draft_tokens, MAX_NUM_DRAFT_TOKENS)
 
     @property
     def fixed_max_depth(self) -> int | None:
         """Longest path of a tree for requests that leave it open, 0 for chains; None finds out what pays."""
         if self.max_depth == AUTO:
-            return model_draft(self.speculative_config).max_depth
+            return self.model_draft.max_depth
         return parse_count("max_depth", self.max_depth, MAX_NUM_DRAFT_TOKENS)
-
-    @property
-    def use_heterogeneous_vocab(self) -> bool:
-        """Whether to use a draft whose tokenizer is not the target's."""
-        return model_draft(self.speculative_config).use_heterogeneous_vocab
-
-    @property
-    def selects_kseq(self) -> bool:
-        """Whether sampled requests that name no rule have several chains in a round."""
-        return model_draft(self.speculative_config).selection == KSEQ
-
-    @property
-    def num_chains(self) -> int:
-        """Of a round under `Rule.KSEQ`."""
-        return model_draft(self.speculative_config).num_chains
-
-    @property
-    def speculation(self) -> SpeculativeConfig | None:
-        """Drafts that need no model; None for none."""
-        found = parse_speculative_config(self.speculative_config)
-        return found if isinstance(found, SpeculativeConfig) else None
-
-    @property
-    def own_source(self) -> str:
-        """What the target drafts with by itself for requests that do not say; empty if it does not."""
-        given = own_draft(self.speculative_config)
-        return given.source if given else ""
 
     @property
     def fixed_outcomes(self) -> int | None:

@@ -206,26 +206,3 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig 
         problem = f"is not a key of method {method}; known are {', '.join(known)}"
         check(key in known, _FLAG, f"{key}={given[key]!r}", problem)
     return _CONFIGS.get(method, SpeculativeConfig)(**given)
-
-
-def parse_method(text: str) -> str:
-    """The method that it names; empty for an empty text. Errors as of `parse_speculative_config`."""
-    found = parse_speculative_config(text)
-    return found.method if found else ""
-
-
-def model_draft(text: str) -> ModelDraftConfig:
-    """What it says of the draft model; nothing where it is about another method. Errors likewise."""
-    found = parse_speculative_config(text)
-    return found if isinstance(found, ModelDraftConfig) else ModelDraftConfig()
-
-
-def own_draft(text: str) -> OwnDraftConfig | None:
-    """How a target drafts for itself; None where it is about another method. Errors likewise."""
-    found = parse_speculative_config(text)
-    return found if isinstance(found, OwnDraftConfig) else None
-
-
-def check_speculative_config(_: str, value: str) -> None:
-    """Check of the config fields `speculative_config`."""
-    parse_speculative_config(value)

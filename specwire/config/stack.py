@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from specwire.config.client import HttpConfig
 from specwire.config.fields import (
@@ -21,7 +24,7 @@ from specwire.config.fields import (
     one_of,
     split_address,
 )
-from specwire.config.flags import option, same, settings_of
+from specwire.config.flags import Config, known_variables, option, read_config, same, settings_of
 from specwire.config.models import (
     EMBEDDED,
     EMULATED,
@@ -34,15 +37,7 @@ from specwire.config.models import (
 from specwire.config.own_methods import DIR, DRAFT_MODEL, OWN, OWN_HELP, OWN_METHODS, Own, named_own
 from specwire.config.parts import ListenConfig, ReportConfig, SpeculationConfig, TargetConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.config.speculative import (
-    ABOVE,
-    INNER_METHODS,
-    METHODS,
-    model_draft,
-    own_draft,
-    parse_method,
-    split_hierarchy,
-)
+from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS, split_hierarchy
 from specwire.core import Rule
 
 DRAFT_HELP = (
@@ -51,15 +46,20 @@ DRAFT_HELP = (
     f"{OWN_HELP}; none decodes plainly"
 )
 IN_TARGET, IN_SERVICE = "target", "service"
-METRICS_ROLES = ("coordinator", "draft", "verify")
-"""Services in the order of their ports."""
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft, verify and the front take the next ports"
+_LOCAL = "127.0.0.1:0"
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
-    """The three services on this machine."""
+    """The three services on this machine.
 
+    Attributes:
+        http_flags: names of those that set `http_address`: one, or that of its host and that of its port.
+    """
+
+    http_flags: ClassVar[tuple[str, ...]] = ("http_address",)
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
     draft: str = option(EMBEDDED, DRAFT_HELP)
     draft_device: str = same(DraftConfig, "device", doc="device of the draft: cpu, cuda or cuda:N")
@@ -92,7 +92,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         super().__post_init__()
         implied = self.draft.partition(",")[0]
-        agrees = implied not in METHODS or parse_method(self.speculative_config) in ("", implied)
+        agrees = implied not in METHODS or self.speculation is None or self.speculation.method == implied
         check(agrees, "draft", self.draft, "names another method than --speculative-config")
         self._check_own()
         if ABOVE in self.draft:
@@ -105,27 +105,37 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             problem = f"does not fit --target {self.target}; name a draft, or none"
             check(bool(fits), "draft", self.draft, problem)
         self._check_learn()
-        self._check_placement()
+        if self.draft_placement == IN_TARGET and (needs := self._needs_service):
+            name, value, why = needs
+            check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
         check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
-            room = port + self.num_metrics_ports <= 65536
-            problem = f"leaves no room for {self.num_metrics_ports - 1} more ports"
+            num_ports = len(self.metrics_addresses)
+            room, problem = port + num_ports <= 65536, f"leaves no room for {num_ports - 1} more ports"
             check(room, "metrics_address", self.metrics_address, problem)
 
     @property
     def _needs_service(self) -> tuple[str, object, str] | None:
         """What the draft model cannot do in the target's process: flag, value and why; None for nothing."""
-        draft, selection = self.draft, model_draft(self.speculative_config).selection
+        draft, selection = self.draft, self.model_draft.selection
+        device, draft_device = (
+            "cuda:0" if each == "cuda" else each for each in (self.device, self.draft_device)
+        )
         asked: tuple[tuple[bool, str, object, str], ...] = (
             (self.draft_model == NO_DRAFT, "draft", draft, "is no draft model"),
             ("," in draft or ABOVE in draft, "draft", draft, "has two drafters"),
             (self.draft_model.startswith(EMULATED), "draft", draft, "is emulated"),
             (self.target.startswith(EMULATED), "target", self.target, "is emulated"),
             (_has_encoder(self.target), "target", self.target, "is an encoder-decoder"),
-            (self._is_apart, "draft_device", self.draft_device, f"is not the target's, {self.device}"),
+            (
+                device != draft_device,
+                "draft_device",
+                self.draft_device,
+                f"is not the target's, {self.device}",
+            ),
             (self.tensor_parallel_size > 1, "tensor_parallel_size", self.tensor_parallel_size, "is over 1"),
             (self.draft_learn, "draft_learn", True, "learns beside the target"),
             (self.draft_rtt_ms > 0, "draft_rtt_ms", self.draft_rtt_ms, "is of a network"),
@@ -133,7 +143,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             (self.num_outcomes not in (AUTO, "0"), "num_outcomes", self.num_outcomes, "works ahead"),
             (selection != "", "speculative_config", f"selection={selection!r}", "draws several chains"),
             (
-                self.target_tokenizer != "",
+                bool(self.target_tokenizer),
                 "speculative_config",
                 "use_heterogeneous_vocab",
                 "has to translate",
@@ -142,24 +152,11 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         return next(((name, value, why) for holds, name, value, why in asked if holds), None)
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether draft and target have different devices."""
-        first = {"cuda": "cuda:0"}
-        devices = self.device, self.draft_device
-        return devices[0] != devices[1] and len({first.get(each, each) for each in devices}) > 1
-
-    @property
     def draft_in_target(self) -> bool:
         """Whether the draft model runs in the target's process."""
         if self.draft_placement == AUTO:
             return self._needs_service is None
         return self.draft_placement == IN_TARGET
-
-    def _check_placement(self) -> None:
-        needs = self._needs_service
-        if self.draft_placement == IN_TARGET and needs is not None:
-            name, value, why = needs
-            check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
 
     def _check_learn(self) -> None:
         if not self.draft_learn:
@@ -170,7 +167,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
 
     def _check_own(self) -> None:
         """Refuse what does not go together with a target that drafts for itself."""
-        draft, own, given = self.draft, self._named_own, own_draft(self.speculative_config)
+        draft, own, given = self.draft, self._named_own, self.own_draft
         lacking = OWN_METHODS.get(OWN.get(draft, ""))
         takes = lacking.argument if lacking else ""
         check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
@@ -193,63 +190,81 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         check_own(name, value, own, self.target, self.tensor_parallel_size)
 
     @property
-    def http_flags(self) -> tuple[str, ...]:
-        """The names of the flags that set `http_address`: one, or that of its host and that of its port."""
-        return ("http_address",)
-
-    @property
     def requires_tokens(self) -> bool:
         """Whether clients must send a bearer token."""
         return False
 
-    def verify_settings(self, index: int = 0) -> dict[str, Any]:
-        """What a replica of the verify service is told besides its model, as fields of `VerifyConfig`."""
+    def verify(self, index: int = 0, environ: Mapping[str, str] = _NOTHING, **told: Any) -> VerifyConfig:
+        """Of a replica of the verify service.
+
+        Args:
+            environ, told: see `_part`; likewise below.
+        """
         source, argument = self.own
         # A second thread made a pass of the embedded target, whose matrices are small, 9 to 17 % slower.
         num_threads = self.num_threads or (1 if self.target == EMBEDDED else 0)
-        return self._shared(VerifyConfig, ListenConfig) | {
-            "device": self.device_of(index),
-            "num_threads": num_threads,
-            "replicas": 1,
-            "metrics_address": self.metrics_address_of("verify"),
-            **({source: argument or True} if source else {}),
+        told |= {source: argument or True} if source else {}
+        told |= {"model": self.target, "device": self.device_of(index), "num_threads": num_threads}
+        told |= {"replicas": 1, "metrics_address": self.metrics_addresses[2]}
+        return self._part(VerifyConfig, environ, told, without=ListenConfig)
+
+    def draft_service(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> DraftConfig | None:
+        """None where nothing needs one."""
+        if self.draft_model == NO_DRAFT or self.draft_in_target:
+            return None
+        told |= {field.name: getattr(self, field.name) for field in fields(ReportConfig)}
+        told |= {
+            "model": self.draft_model,
+            "target_tokenizer": self.target_tokenizer,
+            "inner": self.inner,
+            "num_kv_tokens": self.num_kv_tokens,
+            "prefix_sharing": self.prefix_sharing,
+            "metrics_address": self.metrics_addresses[1],
         }
+        return self._part(DraftConfig, environ, told, prefix="draft_")
+
+    def coordinator(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> CoordinatorConfig:
+        """Of the coordinator, but for the addresses of the others, which are not known before they serve."""
+        told |= {"verify_address": _LOCAL, "draft_address": ""}
+        told |= {"speculative_config": self.coordinator_speculation}
+        return self._part(CoordinatorConfig, environ, told)
+
+    def front(self, environ: Mapping[str, str] = _NOTHING) -> HttpConfig:
+        """Of the HTTP front; the port of its server may be the coordinator's choice."""
+        first, *_, last = self.metrics_addresses
+        told = {"server": self.address, "address": self.http_address}
+        return self._part(HttpConfig, environ, told | {"metrics_address": last, "metrics_from": first})
+
+    def _part(
+        self,
+        kind: type[Config],
+        environ: Mapping[str, str],
+        told: dict[str, Any],
+        *,
+        prefix: str = "",
+        without: type[Any] | None = None,
+    ) -> Config:
+        """The config of a service: what it is told, then fields that this one has under the same names, then
+        variables that set neither these nor a flag of `up`, where `SPECWIRE_ADDRESS` is the coordinator's.
+
+        Args:
+            prefix: of the names here.
+            without: a config whose fields are not taken from here.
+        """
+        ours = {field.name for field in fields(self)}
+        others = {field.name for field in fields(without)} if without else set()
+        names = {field.name for field in settings_of(kind)} - others
+        values = {name: getattr(self, prefix + name) for name in names if prefix + name in ours}
+        known = known_variables([UpConfig, type(self)])
+        left = {name: value for name, value in environ.items() if name not in known}
+        return read_config(kind, Namespace(**values | told), left)
 
     @property
-    def draft_settings(self) -> dict[str, Any]:
-        """What the draft service is told besides its model, as fields of `DraftConfig`."""
-        return (
-            self._shared(ReportConfig)
-            | self._shared(DraftConfig, prefix="draft_")
-            | {
-                "target_tokenizer": self.target_tokenizer,
-                "inner": self.inner,
-                "num_kv_tokens": self.num_kv_tokens,
-                "prefix_sharing": self.prefix_sharing,
-                "metrics_address": self.metrics_address_of("draft"),
-            }
-        )
-
-    @property
-    def coordinator_settings(self) -> dict[str, Any]:
-        """What the coordinator is told besides the addresses of the others, as fields of its config."""
-        return self._shared(CoordinatorConfig) | {"speculative_config": self.coordinator_speculation}
-
-    @property
-    def front_settings(self) -> dict[str, Any]:
-        """What the HTTP front is told besides the coordinator's address, as fields of `HttpConfig`."""
-        metrics = self.metrics_address
-        own = next_address("metrics_address", metrics, self.num_metrics_ports - 1)
-        return self._shared(HttpConfig) | {
-            "address": self.http_address,
-            "metrics_address": own,
-            "metrics_from": metrics,
-        }
-
-    @property
-    def num_metrics_ports(self) -> int:
-        """From that of `metrics_address` on: the coordinator's, the draft's, those of verify, the front's."""
-        return 2 + self.replicas + bool(self.http_address)
+    def metrics_addresses(self) -> list[str]:
+        """On consecutive ports: the coordinator's, the draft's, those of verify, the front's; all empty, or
+        all with port 0, where `metrics_address` is."""
+        num_ports = 2 + self.replicas + bool(self.http_address)
+        return [next_address("metrics_address", self.metrics_address, n) for n in range(num_ports)]
 
     def _shared(
         self, kind: type[Any], without: type[Any] | None = None, *, prefix: str = ""
@@ -265,10 +280,6 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         names = [field.name for field in settings_of(kind) if field.name not in others]
         return {name: getattr(self, prefix + name) for name in names if prefix + name in ours}
 
-    def metrics_address_of(self, role: str) -> str:
-        """Metrics address of one of the services, on consecutive ports; port 0 stays 0."""
-        return next_address("metrics_address", self.metrics_address, METRICS_ROLES.index(role))
-
     @property
     def own(self) -> Own:
         """What the target drafts with by itself, a draft model in its process included."""
@@ -277,33 +288,31 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     @property
     def _named_own(self) -> Own:
         """What the target drafts with by itself, without a draft model."""
-        named, given = named_own(self.draft), own_draft(self.speculative_config)
+        named, given = named_own(self.draft), self.own_draft
         return named if named.source or not given else Own(given.source, given.model)
 
     @property
     def draft_model(self) -> str:
         """The draft model that `draft` names, or `none`."""
-        if self._named_own.source:
-            return NO_DRAFT
-        return split_hierarchy(self._service_draft)[1]
+        return self._of_service[1]
 
     @property
     def inner(self) -> str:
         """`inner` of the draft service."""
-        return "" if self._named_own.source else split_hierarchy(self._service_draft)[0]
+        return self._of_service[0]
 
     @property
-    def _service_draft(self) -> str:
-        """What `draft` names besides a method of drafting from text."""
+    def _of_service(self) -> tuple[str, str]:
+        """What `draft` names besides a method of drafting from text: the inner drafter and the model."""
         first, comma, rest = self.draft.partition(",")
-        if first not in METHODS:
-            return self.draft
-        return rest if comma else NO_DRAFT
+        if self._named_own.source or (first in METHODS and not comma):
+            return "", NO_DRAFT
+        return split_hierarchy(rest if first in METHODS else self.draft)
 
     @property
     def target_tokenizer(self) -> str:
         """`target_tokenizer` of the draft service."""
-        return self.target if model_draft(self.speculative_config).use_heterogeneous_vocab else ""
+        return self.target if self.model_draft.use_heterogeneous_vocab else ""
 
     @property
     def coordinator_speculation(self) -> str:
@@ -329,8 +338,6 @@ def _has_encoder(source: str) -> bool:
 class UpConfig(StackConfig, ListenConfig):
     """`specwire up`: TLS and tokens are the coordinator's. The model services listen on loopback, and with
     `tokens` require one that is made at start."""
-
-    address: str = same(StackConfig, "address")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED
-from specwire.config.own_methods import DFLASH, DRAFT_MODEL, LAYERS, MTP
+from specwire.config.own_methods import DFLASH, DRAFT_MODEL, HEADS, LAYERS, MTP
 from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.engine.boot import resolve
 from specwire.engine.device import Runner
@@ -75,7 +75,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         num_pages=num_pages,
         replay=replay,
         batch_invariant=config.batch_invariant,
-        shows_states=config.shows_states,
+        shows_states=config.own.source == HEADS,
     )
     runner.warm()
     if isinstance(config, DraftConfig):

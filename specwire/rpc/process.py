@@ -15,8 +15,8 @@ from typing import Any
 
 from specwire import parent
 from specwire.config import environment, extras
-from specwire.config.flags import Config, add_config_file, add_flags, as_given, read_config
-from specwire.config.parser import Parser
+from specwire.config.flags import Config, as_given, read_config
+from specwire.config.parser import Parser, add_config_file, add_flags
 from specwire.errors import SpecwireError
 from specwire.rpc import descriptors, interrupts, listening, private
 from specwire.telemetry import logs, stacks

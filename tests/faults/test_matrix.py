@@ -25,11 +25,12 @@ import pytest
 
 from specwire import AsyncClient, RetryPolicy, ServiceUnavailableError
 from specwire.cli.process import Service
+from specwire.config.flags import flag_words
 from specwire.config.link import Link
 from specwire.v1 import generation_pb2
 from tests.support import report
 from tests.support.effort import CHAOS, sized
-from tests.support.fleet import START_S, Fleet, flag_list, stopped
+from tests.support.fleet import START_S, Fleet, stopped
 from tests.support.harness import LoopThread, StackProxy
 from tests.support.readers import Load, Seen, run, run_http
 from tests.support.rigs import is_serving
@@ -164,7 +165,7 @@ class Rig:
         flags: dict[str, object] = {"address": "127.0.0.1:0", "failover_timeout_s": FAILOVER_S}
         for role in ("draft", "verify"):
             flags[f"{role}_address"] = ",".join(one.address for one in self.links[role])
-        far = Service("coordinator", flag_list(self.fleet.coordinator_flags | flags))
+        far = Service("coordinator", flag_words(**self.fleet.coordinator_flags | flags))
         stack.callback(far.kill)
         self.far = far.ready(START_S)
 

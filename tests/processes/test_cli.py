@@ -22,12 +22,12 @@ import draft_service.__main__
 import verify_service.__main__
 from specwire import Grammar, SamplingParams
 from specwire.cli import main as cli
-from specwire.cli import process, supervisor
-from specwire.config.client import HttpConfig
+from specwire.cli import supervisor
 from specwire.config.flags import env_name, flag_name
 from specwire.config.sampling_flags import sampling_params
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
+from specwire.errors import ConfigError
 from tests.support.command_line import check_completion, one_line_error, usage_error
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_target
@@ -179,10 +179,13 @@ class TestUsage:
     ) -> None:
         monkeypatch.setenv("SPECWIRE_PAGE_SIZE", "4")
         monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
-        inherited = process._inherited(UpConfig)
-        assert inherited["SPECWIRE_PAGE_SIZE"] == "4"
-        assert "SPECWIRE_ADDRESS" not in inherited
-        assert inherited["PATH"] == os.environ["PATH"]
+        verify = UpConfig().verify(environ=os.environ)
+        assert (verify.page_size, verify.address) == (4, "127.0.0.1:0")
+        monkeypatch.setattr(
+            supervisor, "kept_service", lambda *_, **__: pytest.fail("before anything starts")
+        )
+        with pytest.raises(ConfigError, match="SPECWIRE_MAX_WAITING='x' is not a whole number"):
+            supervisor.Stack(UpConfig(address="127.0.0.1:0"), {"SPECWIRE_MAX_WAITING": "x"})
 
     def test_every_config_field_of_up_reaches_a_service(self) -> None:
         changed = UpConfig(
@@ -210,17 +213,22 @@ class TestUsage:
             allow_plaintext=True,
         )
 
-        told = [changed.verify_settings(), changed.draft_settings, changed.coordinator_settings]
+        draft = changed.draft_service()
+        assert draft is not None
+        told = [dataclasses.asdict(each) for each in (changed.verify(), draft, changed.coordinator())]
         here = {"target", "draft", "draft_rtt_ms", "draft_placement", "draft_learn", "replicas"}
         here |= {"http_address", "start_timeout_s"}
         for field in dataclasses.fields(UpConfig):
             if field.name not in here:
                 value, names = getattr(changed, field.name), (field.name, field.name.removeprefix("draft_"))
                 assert value in [each.get(name) for each in told for name in names], field.name
-        assert not {"tokens", "tls_cert"} & (told[0].keys() | told[1].keys()), "the coordinator's"
-        assert UpConfig(draft_learn=True).draft_settings["learn"]
-        front = UpConfig(http_address="0.0.0.0:80", allow_plaintext=True).front_settings
-        assert HttpConfig(server="127.0.0.1:81", **front).address == "0.0.0.0:80"
+        assert not any(each[name] for each in told[:2] for name in ("tokens", "tls_cert")), (
+            "the coordinator's"
+        )
+        assert (learns := UpConfig(draft_learn=True).draft_service()) is not None
+        assert learns.learn
+        up = UpConfig(http_address="0.0.0.0:80", allow_plaintext=True)
+        assert up.front().address == "0.0.0.0:80"
 
 
 WRITTEN = {

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specwire import AsyncClient, Completion, ConfigError, SamplingParams
 from specwire.cli.process import Service
 from specwire.config.fields import next_address
-from specwire.config.preflight.ports import check_all
+from specwire.config.preflight.machine import check_addresses
 from tests.support.fleet import START_S, Fleet
 from tests.support.processes import gone, wait_until
 
@@ -65,7 +65,9 @@ def free_addresses() -> str:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         with contextlib.suppress(ConfigError):
-            check_all([(("metrics_address",), next_address("", address, n)) for n in range(NUM_WORKERS)])
+            check_addresses(
+                [(("metrics_address",), next_address("", address, n)) for n in range(NUM_WORKERS)]
+            )
             return address
 
 

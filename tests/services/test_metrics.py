@@ -33,7 +33,7 @@ from draft_service.metrics import TABLE as LEARNING
 from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
 from specwire.completion import Stage
 from specwire.config.services import VerifyConfig
-from specwire.config.stack import METRICS_ROLES, UpConfig
+from specwire.config.stack import UpConfig
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.errors import ConfigError, ResourceExhaustedError
 from specwire.http.metrics import TABLE as HTTP
@@ -281,7 +281,7 @@ def test_scrapes_beside_running_streams(observed: Observed) -> None:
     with ThreadPoolExecutor(8) as threads:
         running = [threads.submit(observed.generate, 100 + i) for i in range(16)]
         while not all(work.done() for work in running):
-            for role in METRICS_ROLES:
+            for role in ("coordinator", "draft", "verify"):
                 observed.scrape(role)
         for work in running:
             work.result()
@@ -480,14 +480,12 @@ def test_a_request_that_never_ran_has_a_status_and_a_duration() -> None:
 
 
 def test_up_gives_each_service_a_port_of_its_own() -> None:
-    def addresses(address: str) -> list[str]:
-        return [UpConfig(metrics_address=address).metrics_address_of(role) for role in METRICS_ROLES]
-
-    assert addresses("127.0.0.1:9464") == ["127.0.0.1:9464", "127.0.0.1:9465", "127.0.0.1:9466"]
-    assert addresses("127.0.0.1:0") == ["127.0.0.1:0"] * 3
-    assert addresses("") == [""] * 3
+    ports = ["127.0.0.1:9464", "127.0.0.1:9465", "127.0.0.1:9466"]
+    assert UpConfig(metrics_address=ports[0]).metrics_addresses == ports
+    assert UpConfig(metrics_address="127.0.0.1:0").metrics_addresses == ["127.0.0.1:0"] * 3
+    assert UpConfig().metrics_addresses == [""] * 3
     fronted = UpConfig(metrics_address="127.0.0.1:9464", http_address="127.0.0.1:8080", replicas=2)
-    assert fronted.front_settings["metrics_address"] == "127.0.0.1:9468"
+    assert fronted.front().metrics_address == "127.0.0.1:9468"
 
 
 # --- the page and the dashboard ---------------------------------------------------------------------

@@ -325,7 +325,8 @@ def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path)
     ):
         assert (config.draft_model, config.own) == ("none", (source, value))
         coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
-        assert coordinator.own_source == source
+        assert coordinator.own_draft is not None
+        assert coordinator.own_draft.source == source
         if config.speculative_config:
             assert coordinator.fixed_draft_tokens == 6
             assert coordinator.fixed_max_depth == given.get("max_depth")

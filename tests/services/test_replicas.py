@@ -257,7 +257,7 @@ class TestUp:
     )
     def test_cards_are_spread_where_none_is_named(self, device: str, devices: list[str]) -> None:
         config = UpConfig(device=device, replicas=2)
-        assert [config.verify_settings(index)["device"] for index in range(2)] == devices
+        assert [config.verify(index).device for index in range(2)] == devices
 
 
 # --- with services ----------------------------------------------------------------------------------

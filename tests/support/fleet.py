@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specwire.cli.process import Service, wait_ready
+from specwire.config.flags import flag_words
 from tests.support.harness import handshake
 
 START_S = 240.0
@@ -64,7 +65,7 @@ class Fleet:
     def _service(self, role: str, address: str = "127.0.0.1:0") -> Service:
         module, *words = _COMMANDS[role]
         flags = {"address": address, "grace_s": GRACE_S, **self._flags(role)}
-        return Service(module, [*words, *flag_list(flags)])
+        return Service(module, [*words, *flag_words(**flags)])
 
     def _flags(self, role: str) -> dict[str, object]:
         if role == "coordinator":
@@ -110,10 +111,6 @@ class Fleet:
         """By force."""
         for service in self.services:
             service.kill()
-
-
-def flag_list(flags: dict[str, object]) -> list[str]:
-    return [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from specwire.cli import main as cli
 from specwire.config import client as client_config
 from specwire.config import services as config
 from specwire.config.environment import ALL_CONFIGS
-from specwire.config.flags import add_flags, env_name, flag_name, read_config, unknown_variables
+from specwire.config.flags import env_name, flag_name, read_config, unknown_variables
+from specwire.config.parser import add_flags
 from specwire.engine import metrics as engine_metrics
 from specwire.errors import ConfigError
 from specwire.rpc.server import CONNECTION_AGE_MS

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.quantizers import AutoHfQuantizer
 
-from specwire.config.preflight import quantised
+from specwire.config.extras import QUANTISERS
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
@@ -101,10 +101,10 @@ def test_weights_of_another_kind_are_not_packed() -> None:
     assert "forward" not in vars(first)
 
 
-@pytest.mark.parametrize("method", quantised.PACKAGES)
+@pytest.mark.parametrize("method", QUANTISERS)
 def test_transformers_needs_the_packages_too(method: str) -> None:
     """What is refused here is refused by transformers, for the same lack."""
-    missing = [each for each in quantised.PACKAGES[method] if find_spec(each) is None]
+    missing = [each for each in QUANTISERS[method] if find_spec(each) is None]
     wanted = {"quant_method": method, **_SETTINGS.get(method, {})}
     if missing:
         with pytest.raises(Exception, match=f"(?i){'|'.join(missing).replace('_', '.')}"):

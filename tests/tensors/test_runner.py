@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Phi3Config
 
-from specwire.config.preflight import lengths
-from specwire.config.preflight.sizes import text_config
+from specwire.config.preflight.models import context_len, text_config
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
 from specwire.engine.batch import Feed
@@ -347,9 +346,9 @@ def test_the_context_is_the_same_by_the_file_of_the_config() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}
     for model in (build("llama", rope_parameters=dynamic), *map(model_of, ALL_FAMILIES)):
         config = text_config(json.loads(model.config.to_json_string()))
-        assert lengths.context_len(config.get) == context_length(model.config)
+        assert context_len(config.get) == context_length(model.config)
     scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = {"max_position_embeddings": 512, "original_max_position_embeddings": 32, "rope_scaling": scaling}
-    assert lengths.context_len(config.get) == 32
+    assert context_len(config.get) == 32
     read = Phi3Config(**config, hidden_size=16, num_attention_heads=2)  # which changes `scaling`
     assert context_length(read) == 32

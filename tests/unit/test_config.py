@@ -11,23 +11,15 @@ from typing import Any
 
 import pytest
 
-from specwire.cli.serve import about_draft, add_command
+from specwire.cli.serve import about_draft, add
 from specwire.config import cuda, flags
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import ALL_CONFIGS, check_environment
 from specwire.config.fields import split_address
-from specwire.config.flags import (
-    add_config_file,
-    add_flags,
-    env_name,
-    flag_name,
-    flag_words,
-    read_config,
-    settings_of,
-)
-from specwire.config.groups import OTHER, title_of
+from specwire.config.flags import env_name, flag_name, flag_words, read_config, settings_of
 from specwire.config.link import Link, ProxyConfig
+from specwire.config.parser import TITLES, add_config_file, add_flags
 from specwire.config.serve import ServeConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import SpeculativeConfig
@@ -59,8 +51,8 @@ def parse(kind: type[Any], *argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def words(kind: type[Any], name: str, value: Any) -> tuple[str, ...]:
-    return (value,) if (kind, name) == (ServeConfig, "target") else flag_words(name, value)
+def words(kind: type[Any], name: str, value: Any) -> list[str]:
+    return [value] if (kind, name) == (ServeConfig, "target") else flag_words(**{name: value})
 
 
 def another_value(field: dataclasses.Field[Any]) -> Any:
@@ -243,12 +235,10 @@ class TestServe:
         here = {"target", "draft", "host", "port", "api_key"}
         own = {f.name for f in settings_of(ServeConfig)} - {f.name for f in settings_of(UpConfig)}
         config = self.serve(max_model_len=7, max_running=5, lenient=True)
-        told = config.verify_settings() | config.coordinator_settings | config.front_settings
-        assert {name: told[name] for name in own - here} == {n: getattr(config, n) for n in own - here}
-        VerifyConfig(**config.verify_settings())
-        CoordinatorConfig(**config.coordinator_settings)
-        HttpConfig(**config.front_settings)
-        DraftConfig(**config.draft_settings)
+        parts = (config.verify(), config.coordinator(), config.front())
+        for name in own - here:
+            value = getattr(config, name)
+            assert value in [getattr(part, name) for part in parts if hasattr(part, name)], name
 
     def test_the_target_is_required(self) -> None:
         with pytest.raises(ConfigError, match="MODEL missing: give a directory"):
@@ -267,8 +257,9 @@ class TestServe:
 
     def test_flags_of_vllm_that_mean_nothing_here(self) -> None:
         commands = argparse.ArgumentParser().add_subparsers()
+        add(commands, lambda *_: 0)
         with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: merge the adapter"):
-            add_command(commands).parse_args(["embedded", "--enable-lora"])
+            commands.choices["serve"].parse_args(["embedded", "--enable-lora"])
 
     def test_flags_have_titles(self) -> None:
         shown = [
@@ -280,7 +271,7 @@ class TestServe:
             HttpConfig,
             ClientConfig,
         ]
-        assert {f.name for kind in shown for f in settings_of(kind) if title_of(f.name) == OTHER} == set()
+        assert {f.name for kind in shown for f in settings_of(kind) if f.name not in TITLES} == set()
 
 
 class TestBooleans:
@@ -472,8 +463,8 @@ class TestSpeculativeConfig:
             "prompt_lookup_max": 6,
         }
         config = CoordinatorConfig(speculative_config=json.dumps(given))
-        assert config.speculation == SpeculativeConfig(**given)
-        assert CoordinatorConfig().speculation is None
+        assert config.text_draft == SpeculativeConfig(**given)
+        assert CoordinatorConfig().text_draft is None
 
     @pytest.mark.parametrize(
         ("given", "named"),
@@ -517,21 +508,21 @@ class TestSpeculativeConfig:
     def test_the_short_form(self, draft: str, model: str, drafts_from_text: bool) -> None:
         config = UpConfig(draft=draft)
         assert config.draft_model == model
-        implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).speculation
+        implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).text_draft
         assert implied == (SpeculativeConfig(method=draft.partition(",")[0]) if drafts_from_text else None)
 
     def test_how_the_model_drafts(self) -> None:
         given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
         config = CoordinatorConfig(speculative_config=given)
-        assert (config.fixed_draft_tokens, config.fixed_max_depth, config.speculation) == (32, 6, None)
-        assert not config.use_heterogeneous_vocab
+        assert (config.fixed_draft_tokens, config.fixed_max_depth, config.text_draft) == (32, 6, None)
+        assert not config.model_draft.use_heterogeneous_vocab
         open_ended = CoordinatorConfig(speculative_config='{"method": "draft_model"}')
         assert (open_ended.fixed_draft_tokens, open_ended.fixed_max_depth) == (None, None)
 
     def test_a_draft_with_another_vocabulary(self) -> None:
         """`up` tells the draft service the target's tokenizer, and the embedded draft fits any target."""
         given = '{"method": "draft_model", "use_heterogeneous_vocab": true}'
-        assert CoordinatorConfig(speculative_config=given).use_heterogeneous_vocab
+        assert CoordinatorConfig(speculative_config=given).model_draft.use_heterogeneous_vocab
         assert UpConfig(target="org/model", speculative_config=given).target_tokenizer == "org/model"
         assert UpConfig(draft="none").target_tokenizer == ""
         with pytest.raises(ConfigError, match="--draft embedded: does not fit --target org/model"):
@@ -542,9 +533,10 @@ class TestSpeculativeConfig:
     def test_several_chains(self) -> None:
         given = {"method": "draft_model", "selection": "kseq", "num_chains": 8, "num_speculative_tokens": 4}
         config = CoordinatorConfig(speculative_config=json.dumps(given), rule="kseq")
-        assert (config.selects_kseq, config.num_chains, config.fixed_draft_tokens) == (True, 8, 4)
+        assert (config.model_draft.selection, config.model_draft.num_chains) == ("kseq", 8)
+        assert config.fixed_draft_tokens == 4
         plain = CoordinatorConfig(speculative_config='{"method": "ngram"}')
-        assert (plain.selects_kseq, plain.num_chains) == (False, 4)
+        assert (plain.model_draft.selection, plain.model_draft.num_chains) == ("", 4)
         for others, problem in (
             ({"num_chains": 17}, r"num_chains=17: must be a whole number in \[1, 16\]"),
             ({"num_chains": True}, "num_chains=True: must be a whole number"),

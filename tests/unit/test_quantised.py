@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specwire.config.preflight import quantised
-from specwire.config.preflight.models import Files
+from specwire.config import extras
+from specwire.config.preflight.models import Files, Model, check
 from specwire.errors import ConfigError
 
 
@@ -29,8 +29,9 @@ from specwire.errors import ConfigError
 def test_what_is_missing_is_named(
     wanted: Any, installed: str, on_cuda: bool, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantised, "_is_installed", installed.split().__contains__)
-    files = Files("draft", "org/model", Path(), {"quantization_config": wanted})
+    monkeypatch.setattr(extras, "is_installed", installed.split().__contains__)
+    model = Model(name="draft", source="org/model", device="cuda" if on_cuda else "cpu")
+    files = Files(model, Path(), {"quantization_config": wanted})
     refused = pytest.raises(ConfigError, match=f"^--draft org/model: .*{missing}")
     with refused if missing else contextlib.nullcontext():
-        quantised.check(files, on_cuda=on_cuda)
+        check(files)

@@ -7,16 +7,14 @@ import asyncio
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specwire.config import extras
+from specwire.config import extras, parser
 from specwire.config.client import ClientConfig
-from specwire.config.flags import add_flags, read_config
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
@@ -42,21 +40,13 @@ def add_command(commands: Any) -> None:
     """Add `bench` with its subcommand `serve` to the parser's commands."""
     bench = commands.add_parser("bench", help="measure a running server under load")
     subcommands = bench.add_subparsers(metavar="WHAT", required=True)
-    serve: argparse.ArgumentParser = subcommands.add_parser(
-        "serve",
-        usage="%(prog)s [FLAG ...]",
-        help=_ABOUT,
-        description=_ABOUT[0].upper() + _ABOUT[1:] + ".",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_flags(serve, ClientConfig)
+    usage = "%(prog)s [FLAG ...]"
+    serve = parser.add_command(subcommands, "serve", _ABOUT, ClientConfig, run, usage=usage, epilog=_EXAMPLES)
     flags.add(serve)
     add_sampling_flags(serve, omit=("seed",), max_tokens=128)
-    serve.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(config: ClientConfig, args: argparse.Namespace) -> int:
     """Measure as the flags say, and report.
 
     Returns:
@@ -66,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a file that cannot be used; found before anything is sent.
         SpecwireError: the server cannot be reached.
     """
-    config = read_config(ClientConfig, args, os.environ)
     params = sampling_params(args)
     if args.save_result and args.json is None:
         args.json = Path(f"bench-{args.backend}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specwire.cli.signals import end_on_signals
 from specwire.config import extras
 from specwire.config.fields import split_address
-from specwire.config.flags import add_flags, flag_name, read_config
+from specwire.config.flags import flag_name, read_config
+from specwire.config.parser import add_flags
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params, token_ids
 from specwire.config.stack import LiveConfig
 from specwire.core import SamplingParams
@@ -42,8 +44,8 @@ _SETTLE_S = 15.0
 """Wait for the services' spans after the root: exporters send every 5 s by default."""
 
 
-def add_command(commands: Any) -> argparse.ArgumentParser:
-    """Add `timeline` to the parser's commands; the caller sets what runs it."""
+def add_command(commands: Any) -> None:
+    """Add `timeline` to the parser's commands."""
     timeline: argparse.ArgumentParser = commands.add_parser(
         "timeline",
         help=_ABOUT,
@@ -69,7 +71,7 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
     add_flags(timeline.add_argument_group("services, with --live"), LiveConfig)
     omit = ("rule", "num_draft_tokens", "max_depth", "draft")
     add_sampling_flags(timeline, omit=omit, max_tokens=64)
-    return timeline
+    timeline.set_defaults(run=run)
 
 
 def _rounds(text: str) -> range:
@@ -90,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: an invalid flag or file; output paths are checked before anything runs.
         SpecwireError: the services did not start, or the generation failed.
     """
+    end_on_signals()
     _check(args)
     generation = _generation(args)
     whole = layout.make(generation, args.rounds)

@@ -1,15 +1,19 @@
-"""Whether weights and KV caches fit into the memory that is there."""
+"""Whether weights and KV caches fit into the memory that is there, by configs and headers of weights."""
 
 from __future__ import annotations
 
+import json
+import math
+import struct
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from specwire.config import cuda
-from specwire.config.flags import flag_name
-from specwire.config.preflight.sizes import ModelSize
+from specwire.config.models import EMBEDDED
+from specwire.config.preflight.models import Files, Model, text_config
 from specwire.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -19,71 +23,140 @@ _LIMITS_AND_USES = (
 )
 _UNLIMITED = 1 << 62
 _MEMINFO = Path("/proc/meminfo")
+_WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the name of its format."""
+_FORMATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+
+
+class _Tensor(NamedTuple):
+    dtype: str
+    num_values: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """A model on a device, once or several times.
+class _Footprint:
+    """What a model takes on a device, once or several times.
 
     Attributes:
-        name, source: the field that names the model, and its value.
-        device: cpu, or cuda:N.
-        num_kv_tokens: size of each KV cache; 0 where it takes what is left.
+        weights, kv_cache: bytes; of the cache 0 if that is not known, or where it takes what is left.
+        dtype: format of the weights.
+        count: how often it is there.
     """
 
-    name: str
-    source: str
-    device: str
-    size: ModelSize
-    num_kv_tokens: int
-    count: int = 1
-
-    @property
-    def weights(self) -> int:
-        """Bytes."""
-        return self.size.weights * self.count
-
-    @property
-    def kv_cache(self) -> int:
-        """Bytes."""
-        return self.size.kv_per_token * self.num_kv_tokens * self.count
+    model: Model
+    weights: int
+    kv_cache: int
+    dtype: str
+    count: int
 
 
-def check(loads: Sequence[Footprint]) -> None:
+def check(models: Sequence[Files]) -> None:
     """Refuse what does not fit beside each other.
 
     Raises:
-        ConfigError: names the flag, what it needs and what there is.
+        ConfigError: names the flag, what it needs and what there is; or a file that is cut short.
     """
-    by_device: dict[str, list[Footprint]] = defaultdict(list)
-    for load in loads:
-        by_device[load.device].append(load)
+    by_device: dict[str, list[_Footprint]] = defaultdict(list)
+    for files in models:
+        if load := _footprint(files):
+            by_device["cuda:0" if files.model.device == "cuda" else files.model.device].append(load)
     for device, there in by_device.items():
         num_bytes = free_host_bytes() if device == "cpu" else cuda.total_bytes(device)
         if num_bytes:
             _check_device(device, there, num_bytes)
 
 
-def _check_device(device: str, loads: Sequence[Footprint], num_bytes: int) -> None:
+def _footprint(files: Files) -> _Footprint | None:
+    """None if its files do not say. Errors as of `check`."""
+    model = files.model
+    tensors = [
+        each for path in sorted(files.directory.glob("*.safetensors")) for each in _tensors(files, path)
+    ]
+    if not tensors:
+        return None
+    is_quantised = "quantization_config" in files.config
+    dtype = model.dtype
+    if dtype == "auto":
+        dtype = _own_dtype(files.config, tensors)
+        if model.on_cuda and dtype == "float32" and not is_quantised:
+            dtype = "bfloat16"
+        if model.source == EMBEDDED and not model.on_cuda:
+            dtype = "float32"
+    width, count = _WIDTHS[dtype], 1 if model.on_cuda else model.num_devices
+    weights = sum(
+        each.num_values * width if each.dtype in _FORMATS and not is_quantised else each.num_bytes
+        for each in tensors
+    )
+    kv_cache = _kv_values_per_token(files.config) * width * model.num_kv_tokens
+    return _Footprint(model, weights * count, kv_cache * count, dtype, count)
+
+
+def _check_device(device: str, loads: Sequence[_Footprint], num_bytes: int) -> None:
     weights, caches = sum(load.weights for load in loads), sum(load.kv_cache for load in loads)
     there = f"{gigabytes(num_bytes)} of memory {'is free' if device == 'cpu' else f'has {device}'}"
     if weights > num_bytes:
         load = max(loads, key=lambda each: each.weights)
+        times = f"{load.count} times " if load.count > 1 else ""
         raise ConfigError(
-            f"{flag_name(load.name)} {load.source}: {_times(load)}its weights take "
-            f"{gigabytes(load.weights)} in {load.size.dtype}, and {there}; "
+            f"{load.model.given}: {times}its weights take "
+            f"{gigabytes(load.weights)} in {load.dtype}, and {there}; "
             "give a smaller model or a narrower --dtype"
         )
     if weights + caches > num_bytes:
-        most = (num_bytes - weights) * loads[0].num_kv_tokens // caches
+        most = (num_bytes - weights) * loads[0].model.num_kv_tokens // caches
         raise ConfigError(
-            f"--num-kv-tokens {loads[0].num_kv_tokens}: the KV cache takes {gigabytes(caches)} beside "
+            f"--num-kv-tokens {loads[0].model.num_kv_tokens}: the KV cache takes {gigabytes(caches)} beside "
             f"{gigabytes(weights)} of weights, and {there}; give at most {most}"
         )
 
 
-def _times(load: Footprint) -> str:
-    return f"{load.count} times " if load.count > 1 else ""
+def _own_dtype(config: dict[str, Any], tensors: list[_Tensor]) -> str:
+    """What the config names, else what the largest tensor is stored in."""
+    for part in (text_config(config), config):
+        named = str(part.get("dtype") or part.get("torch_dtype"))
+        if named in _WIDTHS:
+            return named
+    return _FORMATS.get(max(tensors, key=lambda each: each.num_bytes).dtype, "bfloat16")
+
+
+def _kv_values_per_token(config: dict[str, Any]) -> int:
+    """Numbers that the KV cache keeps of a token; 0 where the config has no usual names for them."""
+    text = text_config(config)
+    try:
+        num_layers = _first(text, "num_hidden_layers", "n_layer") - int(text.get("num_kv_shared_layers") or 0)
+        num_heads = _first(text, "num_attention_heads", "n_head")
+        num_kv_heads = int(text.get("num_key_value_heads") or num_heads)
+        head_dim = int(text.get("head_dim") or _first(text, "hidden_size", "n_embd") // num_heads)
+    except (StopIteration, TypeError, ValueError, ZeroDivisionError):
+        return 0
+    return 2 * num_layers * num_kv_heads * head_dim
+
+
+def _first(config: dict[str, Any], *names: str) -> int:
+    """The value under the first of these names; raises StopIteration if there is none."""
+    return int(next(config[name] for name in names if name in config))
+
+
+def _tensors(files: Files, path: Path) -> Iterator[_Tensor]:
+    """The tensors of a safetensors file. Errors as of `check`."""
+    what = f"{files.model.given}: {path.name}"
+    num_there = path.stat().st_size
+    with path.open("rb") as file:
+        try:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+            tensors = [each for name, each in header.items() if name != "__metadata__"]
+            num_needed = 8 + length + max((each["data_offsets"][1] for each in tensors), default=0)
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{what} is no safetensors file, or cut short") from None
+    if num_there < num_needed:
+        raise ConfigError(f"{what} is cut short: {num_there} of {num_needed} bytes")
+    for each in tensors:
+        begin, end = each["data_offsets"]
+        yield _Tensor(each["dtype"], math.prod(each["shape"]), end - begin)
 
 
 def gigabytes(num_bytes: int) -> str:

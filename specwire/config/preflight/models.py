@@ -1,4 +1,4 @@
-"""Where the files of a model are: a directory, or a model of the hub that is cached or can be downloaded."""
+"""The files of a model, in a directory or of the hub, in its cache or not; and what its config says."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specwire import embedded
+from specwire.config.extras import missing_for
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED, EMULATED
 from specwire.errors import ConfigError
@@ -19,8 +21,48 @@ log = logging.getLogger(__name__)
 
 _HUB_TIMEOUT_S = 2.0
 """The answer of a preflight is due within 3 s."""
+RELATIVE_LEN = 2048
+"""Longest sequence of models whose positions are distances; an encoder takes memory by its square."""
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_ORIGINAL = "original_max_position_embeddings"
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _REFUSED = {401: "is private or does not exist: set HF_TOKEN", 403: "may not be read with this HF_TOKEN"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that is going to be loaded.
+
+    Attributes:
+        name, source: the field that names it, and its value.
+        is_draft: of the embedded pair.
+        device_name, device: likewise; the first of the devices.
+        num_devices: each with the whole model; those on the CPU share its memory.
+        is_here: whether it is loaded on this machine, and not where Ray places it.
+        num_kv_tokens: 0 where the cache takes what is left.
+        max_model_len: 0 for the model's own context.
+    """
+
+    name: str
+    source: str
+    is_draft: bool = False
+    dtype: str = "auto"
+    device_name: str = "device"
+    device: str = "cpu"
+    num_devices: int = 1
+    is_here: bool = True
+    num_kv_tokens: int = 0
+    max_model_len: int = 0
+
+    @property
+    def given(self) -> str:
+        """Flag and value that name it."""
+        return f"{flag_name(self.name)} {self.source}"
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether its device is no CPU."""
+        return self.device != "cpu"
 
 
 @dataclass(frozen=True)
@@ -28,24 +70,32 @@ class Files:
     """The files of a model.
 
     Attributes:
-        name, source: the field that names the model, and its value.
         directory: where they are.
         config: what its `config.json` says.
     """
 
-    name: str
-    source: str
+    model: Model
     directory: Path
     config: dict[str, Any]
 
 
-def find(name: str, source: str, *, is_draft: bool = False) -> Files | None:
-    """The files of a model.
+def check(files: Files) -> None:
+    """Refuse quantised weights that transformers could not read, and a length over the model's context, as
+    far as its `config.json` says.
 
-    Args:
-        name: the field that names it.
-        source: `embedded`, `emulated:...`, a directory, or a hub id.
-        is_draft: of the embedded pair.
+    Raises:
+        ConfigError: names the flag, the model, and what to install or its context.
+    """
+    wanted, asked = files.config.get("quantization_config"), files.model.max_model_len
+    if found := missing_for(wanted, on_cuda=files.model.on_cuda):
+        raise ConfigError(f"{files.model.given}: {found}")
+    most = context_len(text_config(files.config).get)
+    if most is not None and asked > most:
+        raise ConfigError(f"--max-model-len {asked}: {files.model.given} has a context of {most} tokens")
+
+
+def find(model: Model) -> Files | None:
+    """The files of a model: embedded, in a directory, or on the hub.
 
     Returns:
         None where there are none yet: the device is emulated, or the hub has the model and the cache has not.
@@ -53,27 +103,63 @@ def find(name: str, source: str, *, is_draft: bool = False) -> Files | None:
     Raises:
         ConfigError: names the flag, the source and what to do.
     """
+    source = model.source
     if source.startswith(EMULATED):
         return None
     if source == EMBEDDED:
-        directory: Path | None = embedded.DRAFT_DIR if is_draft else embedded.TARGET_DIR
+        directory: Path | None = embedded.DRAFT_DIR if model.is_draft else embedded.TARGET_DIR
     elif Path(source).is_dir():
         directory = Path(source)
     else:
-        directory = _cached(name, source, _CONFIG)
-    if directory is None:
-        return None
-    return Files(name, source, directory, _read_config(name, source, directory))
+        directory = _cached(model, _CONFIG)
+    return None if directory is None else Files(model, directory, _read_config(model, directory))
 
 
-def check_tokenizer(name: str, source: str) -> None:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part about the language model."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else config
+
+
+def context_len(get: Callable[[str], Any]) -> int | None:
+    """Maximum tokens of one sequence; None where the config names no limit.
+
+    Rotary scalings that depend on the longest sequence in the batch would let sequences affect each other and
+    invalidate cached keys; up to their original length they are constant, so that is the limit. Where
+    positions only enter as distances, as in T5, no length is too long for the model: the limit bounds memory.
+
+    Args:
+        get: the value of a name in the config of the text model, or None.
+    """
+    limit = next((int(v) for name in _CONTEXT_NAMES if isinstance(v := get(name), int)), None)
+    for rope in _rope_settings(get("rope_parameters") or get("rope_scaling")):
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get(_ORIGINAL) or (get(_ORIGINAL) if kind == "longrope" else None) or limit
+            limit = original if limit is None else min(limit, original or limit)
+    if get("relative_attention_num_buckets") is not None:
+        return max(limit or 0, RELATIVE_LEN)
+    return limit
+
+
+def _rope_settings(parameters: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a config: one dict, or one for each layer type."""
+    if not isinstance(parameters, dict):
+        return []
+    if "rope_type" in parameters or "type" in parameters:
+        return [parameters]
+    return [value for value in parameters.values() if isinstance(value, dict)]
+
+
+def check_tokenizer(model: Model) -> None:
     """Refuse a tokenizer that is neither in a directory nor on the hub. Errors as of `find`."""
+    source = model.source
     if source != EMBEDDED and not source.startswith(EMULATED) and not Path(source).is_dir():
-        _cached(name, source, _TOKENIZER_CONFIG)
+        _cached(model, _TOKENIZER_CONFIG)
 
 
-def _read_config(name: str, source: str, directory: Path) -> dict[str, Any]:
-    what = f"{flag_name(name)} {source}"
+def _read_config(model: Model, directory: Path) -> dict[str, Any]:
+    what = model.given
     path = directory / _CONFIG
     if not path.is_file():
         raise ConfigError(
@@ -88,7 +174,7 @@ def _read_config(name: str, source: str, directory: Path) -> dict[str, Any]:
     return found
 
 
-def _cached(name: str, source: str, file: str) -> Path | None:
+def _cached(model: Model, file: str) -> Path | None:
     """The directory of a model of the hub in the cache; None where it is still to be downloaded.
 
     One in the cache is loaded without the hub where that cannot be reached: the hub's client would repeat
@@ -103,19 +189,17 @@ def _cached(name: str, source: str, file: str) -> Path | None:
     except ModuleNotFoundError:
         return None  # what is missing is said when it is imported for the model
     try:
-        cached = try_to_load_from_cache(source, file)
+        cached = try_to_load_from_cache(model.source, file)
     except HFValidationError:
-        raise ConfigError(f"{flag_name(name)} {source}: is neither a directory nor a hub id") from None
+        raise ConfigError(f"{model.given}: is neither a directory nor a hub id") from None
     found = Path(cached).parent if isinstance(cached, str) else None
-    problem = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _problem(source, file)
+    problem = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _problem(model.source, file)
     if not problem:
         return found
     if found is None:
-        raise ConfigError(
-            f"{flag_name(name)} {source}: is no directory, and cannot be taken from the hub: {problem}"
-        )
+        raise ConfigError(f"{model.given}: is no directory, and cannot be taken from the hub: {problem}")
     if not constants.is_offline_mode():
-        log.warning("%s %s: taken from the cache: %s", flag_name(name), source, problem)
+        log.warning("%s: taken from the cache: %s", model.given, problem)
         os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that are started
         constants.HF_HUB_OFFLINE = True  # for this one, which has read the variable
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specwire.config.flags import flag_name
 from specwire.config.preflight.models import Files
 from specwire.errors import ConfigError, ModelLoadError
 from specwire.text import tokenizer
@@ -19,8 +18,7 @@ def check(target: Files, draft: Files) -> None:
     Raises:
         ConfigError: names the flag, both models and what to do.
     """
-    what = f"{flag_name(draft.name)} {draft.source}: "
-    beside = f"{flag_name(target.name)} {target.source}"
+    what, beside = f"{draft.model.given}: ", target.model.given
     is_encoder = [bool(files.config.get("is_encoder_decoder")) for files in (target, draft)]
     if is_encoder[0] != is_encoder[1]:
         one = "it" if is_encoder[1] else beside

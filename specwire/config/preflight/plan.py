@@ -9,38 +9,12 @@ from typing import Any
 
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
-from specwire.config.models import EMBEDDED, NO_DRAFT
-from specwire.config.preflight import devices, lengths, memory, models, pairs, ports, quantised, sizes
-from specwire.config.preflight.models import Files
+from specwire.config.models import NO_DRAFT
+from specwire.config.preflight import machine, memory, models, pairs
+from specwire.config.preflight.models import Model
 from specwire.config.services import CoordinatorConfig, DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.config.speculative import INNER_METHODS
 from specwire.config.stack import StackConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model that is going to be loaded.
-
-    Attributes:
-        name, source: the field that names it, and its value.
-        is_draft: of the embedded pair.
-        device_name, device: likewise; the first of the devices.
-        num_devices: each with the whole model; those on the CPU share its memory.
-        is_here: whether it is loaded on this machine, and not where Ray places it.
-        num_kv_tokens: 0 where the cache takes what is left.
-        max_model_len: 0 for the model's own context.
-    """
-
-    name: str
-    source: str
-    is_draft: bool = False
-    dtype: str = "auto"
-    device_name: str = "device"
-    device: str = "cpu"
-    num_devices: int = 1
-    is_here: bool = True
-    num_kv_tokens: int = 0
-    max_model_len: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +28,7 @@ class Needs:
         tokenizers: to be loaded without a model, each with its field's name.
     """
 
-    addresses: Sequence[ports.Listened]
+    addresses: Sequence[machine.Listened]
     models: Sequence[Model] = ()
     pair: Sequence[Model] = ()
     tokenizers: Sequence[tuple[str, str]] = ()
@@ -67,35 +41,19 @@ def check(config: Any) -> None:
         ConfigError: names the flag, the value and what to do.
     """
     needs = needs_of(config)
-    ports.check_all(needs.addresses)
+    machine.check_addresses(needs.addresses)
     for name, source in needs.tokenizers:
         if source:
-            models.check_tokenizer(name, source)
+            models.check_tokenizer(Model(name=name, source=source))
     for model in needs.models:
         if model.is_here:
-            devices.check(model.device_name, model.device, model.num_devices)
-    found = {model: models.find(model.name, model.source, is_draft=model.is_draft) for model in needs.models}
-    for model, files in found.items():
-        if files:
-            quantised.check(files, on_cuda=model.device != "cpu")
-            lengths.check(files, model.max_model_len)
-    here = [(model, files) for model, files in found.items() if files and model.is_here]
-    memory.check([load for model, files in here if (load := _footprint(model, files))])
-    pair = [files for model in needs.pair if (files := found[model])]
-    if len(pair) == 2:
-        pairs.check(*pair)
-
-
-def _footprint(model: Model, files: Files) -> memory.Footprint | None:
-    """What it takes, if its files say so."""
-    on_cuda = model.device != "cpu"
-    is_widened = model.source == EMBEDDED and model.dtype == "auto" and not on_cuda
-    size = sizes.size(files, "float32" if is_widened else model.dtype, on_cuda=on_cuda)
-    device = "cuda:0" if model.device == "cuda" else model.device
-    count = 1 if on_cuda else model.num_devices
-    if size is None:
-        return None
-    return memory.Footprint(model.name, model.source, device, size, model.num_kv_tokens, count)
+            machine.check_device(model.device_name, model.device, model.num_devices)
+    found = {model: files for model in needs.models if (files := models.find(model))}
+    for files in found.values():
+        models.check(files)
+    memory.check([files for model, files in found.items() if model.is_here])
+    if len(needs.pair) == 2 and all(model in found for model in needs.pair):
+        pairs.check(*(found[model] for model in needs.pair))
 
 
 @functools.singledispatch
@@ -106,8 +64,7 @@ def needs_of(config: Any) -> Needs:
 
 @needs_of.register
 def _(config: StackConfig) -> Needs:
-    verify = VerifyConfig(model=config.target, **config.verify_settings())
-    target = replace(_served(verify, config.replicas), name="target", device=config.device)
+    target = replace(_served(config.verify(), config.replicas), name="target", device=config.device)
     draft = Model(
         name="draft",
         source=config.draft_model,
@@ -119,16 +76,11 @@ def _(config: StackConfig) -> Needs:
         num_kv_tokens=config.num_kv_tokens,
     )
     has_draft = config.draft_model != NO_DRAFT
-    metrics = config.metrics_address
     return Needs(
         addresses=[
             (("address",), config.address),
             (config.http_flags, config.http_address),
-            *(
-                (("metrics_address",), next_address("metrics_address", metrics, n))
-                for n in range(config.num_metrics_ports)
-                if metrics
-            ),
+            *((("metrics_address",), each) for each in config.metrics_addresses),
         ],
         models=[target, *([draft] if has_draft else []), *_inner("draft", config.inner)],
         pair=[target, draft] if has_draft and not config.target_tokenizer else [],

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
-from specwire.config.preflight import quantised
+from specwire.config import extras
 from specwire.engine.attention import paged as attention
 from specwire.engine.batch import Feed
 from specwire.engine.model.packing import pack_linears
@@ -107,7 +107,7 @@ def naming_method(config: Any) -> contextlib.AbstractContextManager[None]:
     """As `errors_naming`, with the method by which weights are quantised, if they are."""
     if not is_quantised(config):
         return contextlib.nullcontext()
-    return errors_naming(f"its weights are quantised by {quantised.method(config.quantization_config)}")
+    return errors_naming(f"its weights are quantised by {extras.quantiser(config.quantization_config)}")
 
 
 def check_config(config: Any) -> None:
@@ -158,10 +158,10 @@ def is_quantised(config: Any) -> bool:
 def _check_quantiser(config: Any) -> None:
     """transformers ignores a method that it does not know, and would read the stored bits as weights."""
     wanted = getattr(config, "quantization_config", None)
-    method = quantised.method(wanted)
+    method = extras.quantiser(wanted)
     if isinstance(wanted, dict) and not (method and AutoHfQuantizer.supports_quant_method(wanted)):
         raise ModelLoadError(f"transformers {transformers.__version__} knows no quantisation {method!r}")
-    if missing := quantised.problem(wanted):
+    if missing := extras.missing_for(wanted):
         raise ModelLoadError(missing)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specwire.config.blocks import Block
-from specwire.config.preflight import lengths
+from specwire.config.preflight import models
 from specwire.core import Rule, SamplingParams
 from specwire.engine import chosen
 from specwire.engine.attention import paged as attention
@@ -488,4 +488,4 @@ def relative_error(logits: Tensor, reference: Tensor) -> float:
 def context_length(config: Any) -> int | None:
     """Maximum tokens of one sequence under a transformers config; None when it names no limit."""
     text = config.get_text_config(decoder=True)
-    return lengths.context_len(lambda name: getattr(text, name, None))
+    return models.context_len(lambda name: getattr(text, name, None))

@@ -1,4 +1,4 @@
-"""Whether addresses can be listened on."""
+"""Whether addresses can be listened on, and the devices that flags name are there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Sequence
 
-from specwire.config import ports
+from specwire.config import cuda, ports
 from specwire.config.fields import split_address
 from specwire.config.flags import flag_name
 from specwire.errors import ConfigError
@@ -16,13 +16,11 @@ _REMEDIES = {
     errno.EADDRNOTAVAIL: "give an address of this machine",
     errno.EACCES: "give a port from 1024 on",
 }
-
-
 Listened = tuple[tuple[str, ...], str]
 """The name of the field of an address, or those of its host and its port; and the address."""
 
 
-def check_all(addresses: Sequence[Listened]) -> None:
+def check_addresses(addresses: Sequence[Listened]) -> None:
     """Refuse addresses that cannot be bound, and two that have the same port. Empty ones are skipped.
 
     Raises:
@@ -60,3 +58,30 @@ def _check_free(host: str, port: int, of_host: str, of_port: str) -> None:
         raise ConfigError(
             f"{of_port if is_of_port else of_host}: cannot be bound ({problem})" + (remedy and f"; {remedy}")
         ) from None
+
+
+def check_device(name: str, device: str, num_devices: int = 1) -> None:
+    """Refuse a CUDA device that torch will not find.
+
+    Args:
+        num_devices: how many are used from this one on.
+
+    Raises:
+        ConfigError: names the flag and the device.
+    """
+    if not device.startswith("cuda"):
+        return
+    version, is_for_nvidia = cuda.torch_build()
+    if version and not is_for_nvidia:
+        return  # other drivers are asked by torch itself
+    what = f"{flag_name(name)} {device}: "
+    if version == "":
+        raise ConfigError(f"{what}torch is built for the CPU only; install a build for CUDA, or give cpu")
+    num_there = cuda.num_devices()
+    if not num_there:
+        raise ConfigError(f"{what}there is no CUDA device here; give cpu")
+    last = int(device.partition(":")[2] or 0) + num_devices - 1
+    if last >= num_there:
+        raise ConfigError(
+            f"{what}needs cuda:{last}, and the last of {num_there} devices is cuda:{num_there - 1}"
+        )
