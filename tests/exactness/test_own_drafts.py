@@ -1,8 +1,8 @@
 """Drafts of the target's own process: the text of plain decoding, and the distribution under every rule.
 
 Over real services. Heads, layers left out, layers for multi-token prediction, a block drafter; EAGLE-3 and a
-draft model beside the target, whose own distributions travel with their proposals. Each in a variant that guesses
-well, and in one that guesses badly: hostile ones like best what the target likes least.
+draft model beside the target, whose own distributions travel with their proposals. Each in a variant that
+guesses well, and in one that guesses badly: hostile ones like best what the target likes least.
 """
 
 from __future__ import annotations

@@ -224,7 +224,8 @@ class Eagle3(nn.Module):
 
     def reduced(self, states: Sequence[Tensor]) -> Tensor:
         """[num_tokens, size], of the states that it reads, [num_tokens, target_hidden_size] of each layer."""
-        normed = [norm(each) for norm, each in zip(self.fc_norm, states, strict=True)]
+        dtype = self.norm.weight.dtype  # some targets keep their states in another one
+        normed = [norm(each.to(dtype)) for norm, each in zip(self.fc_norm, states, strict=True)]
         found: Tensor = self.fc(self.input_norm(torch.cat(normed, dim=-1)))
         return found
 
