@@ -16,6 +16,7 @@ from specwire.config.sampling_flags import add_sampling_flags, sampling_params
 from specwire.config.stack import DemoConfig, TuneConfig
 from specwire.engine import threads
 from tools.bench import command as bench
+from tools.eagle3.config import TrainEagle3Config
 from tools.heads.config import TrainHeadsConfig
 from tools.layers.config import SearchLayersConfig
 from tools.timeline import command as timeline
@@ -50,6 +51,8 @@ def add_training(commands: Any) -> None:
     """Add what makes drafts of a target's own."""
     about = "train heads with which a target drafts for itself"
     add_command(commands, "train-heads", about, TrainHeadsConfig, _train_heads)
+    about = "train an EAGLE-3 with which a target drafts for itself"
+    add_command(commands, "train-eagle3", about, TrainEagle3Config, _train_eagle3)
     about = "search for layers without which a target drafts for itself"
     add_command(commands, "search-layers", about, SearchLayersConfig, _search_layers)
 
@@ -101,6 +104,15 @@ def _train_heads(args: argparse.Namespace) -> int:
 
     end_on_signals()
     return command.run(read_config(TrainHeadsConfig, args, os.environ))
+
+
+def _train_eagle3(args: argparse.Namespace) -> int:
+    extras.require("specwire train-eagle3", "serve")
+    threads.spin_briefly(os.environ)
+    from tools.eagle3 import command
+
+    end_on_signals()
+    return command.run(read_config(TrainEagle3Config, args, os.environ))
 
 
 def _search_layers(args: argparse.Namespace) -> int:

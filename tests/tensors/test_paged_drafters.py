@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from tests.support import eagle3 as eagles
 from tests.support import mtp as mtp_targets
 from tests.support.pairs import save_target
 from tests.support.tiny_models import CONTEXT_LEN, MTP_FAMILIES, VOCAB_SIZE, build, save
+from tools.eagle3 import unrolled
 
 PROMPT = [5, 9, 11, 2, 7, 4, 30, 21]
 NUM_DRAFTS = 4
@@ -256,6 +258,32 @@ def test_eagle3_computes_what_a_straight_implementation_does(
     assert torch.equal(found.isfinite().sum(0).nonzero()[:, 0], torch.tensor(ids))
     for path, rows in (([17, 9], [0, 1, 3]), ([23, 40], [0, 2, 4])):
         torch.testing.assert_close(found[rows][:, ids], expected([*PROMPT, *path], 3), atol=1e-4, rtol=0)
+
+
+def test_eagle3_is_trained_on_what_it_will_compute(tmp_path: Path) -> None:
+    """At each place of several windows, and in each step, what the engine computes for draft tokens there."""
+    target, saved = (
+        save_target(tmp_path / "target"),
+        eagles.save_eagle3(tmp_path / "eagle3", norm_output=True),
+    )
+    model = load_model(target, dtype="float32")
+    drafter = eagle3.load(saved, model)
+    runner = Eagle3Runner(model, drafter, num_pages=64, page_size=4)
+    windows = torch.tensor([PROMPT, PROMPT[::-1]])
+    with torch.inference_mode():
+        plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        shown = plain(windows, output_hidden_states=True).hidden_states
+        steps = [*unrolled.unrolled(drafter, shown, windows, depth=3)]
+    for window, first in product(range(2), (1, 3, 5)):
+        tokens = windows[window].tolist()
+        with runner.new_sequence() as cache:
+            runner.forward([Feed(cache, tokens[:first])])
+            found = None
+            for step in range(3):
+                found = runner.advance([Feed(cache, [tokens[first + step]])], found)
+                torch.testing.assert_close(
+                    found[0], steps[step][window, first + step - 1], atol=1e-5, rtol=1e-5
+                )
 
 
 @pytest.mark.parametrize(
