@@ -32,6 +32,8 @@ from benchmarks.prompts import python_windows
 from specwire import AsyncClient, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
+from tools.eagle3 import training as eagle3_training
+from tools.eagle3.config import TrainEagle3Config
 from tools.heads import training
 from tools.heads.config import TrainHeadsConfig
 
@@ -39,18 +41,32 @@ VOCAB_SIZE = 1792
 BEGIN, END = "<s>", "</s>"
 WINDOW, NUM_WINDOWS = 256, 8
 """Tokens of a training step."""
-_TEXT_CHARS = 1_000_000
+_TEXT_CHARS, _EAGLE_CHARS = 1_000_000, 6_000_000
 _NUM_STREAMS, _LEARNT_WINDOWS, _LEARNT_TOKENS = 8, 720, 96
 
 
 def heads(out: Path, seconds: float) -> None:
     """Heads of the embedded target, in closed form: they take as long as they take."""
+    with _text(_TEXT_CHARS) as text:
+        training.train(TrainHeadsConfig(text=text, out=str(out)), _quiet)
+
+
+def eagle3(out: Path, seconds: float) -> None:
+    """An EAGLE-3 of the embedded target, with about as many steps as one core takes in this time."""
+    with _text(_EAGLE_CHARS) as text:
+        config = TrainEagle3Config(text=text, out=str(out), steps=max(1, int(seconds)), num_threads=1)
+        eagle3_training.train(config, _quiet)
+
+
+@contextlib.contextmanager
+def _text(num_chars: int) -> Iterator[str]:
+    """A file with so much of what the embedded pair was trained on."""
     documents, _ = corpus.split(corpus.read_library())
     random.Random(0).shuffle(documents)
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as text:
-        text.write("\n".join(document.text for document in documents)[:_TEXT_CHARS])
+        text.write("\n".join(document.text for document in documents)[:num_chars])
         text.flush()
-        training.train(TrainHeadsConfig(text=text.name, out=str(out)), _quiet)
+        yield text.name
 
 
 @contextlib.contextmanager
@@ -141,6 +157,7 @@ MAKERS: Mapping[str, Callable[[Path, float], None]] = {
     "learnt": learnt,
     "mtp": mtp_training.make,
     "dflash": dflash_training.make,
+    "eagle3": eagle3,
 }
 """By name in the folder of models: each writes a directory, after so many seconds of training."""
 

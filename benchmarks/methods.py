@@ -2,8 +2,8 @@
 
 One stream, in turns with plain decoding of the same prompts by the same services, and of the same text where
 a seed fixes it. Own passes of the embedded target, and passes of 60 ms, as of a larger one. What has to be
-trained is taken from `--models` (`heads`, `inner`, `other`, `learnt`, `mtp`, `dflash`), and made there first
-with `--train`; what is not there is left out, and named.
+trained is taken from `--models` (`heads`, `inner`, `other`, `learnt`, `mtp`, `dflash`, `eagle3`), and made
+there first with `--train`; what is not there is left out, and named.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ METHODS = {
     "heads": Method(needs="heads", settings={"draft": f"heads:{MODEL}"}),
     "MTP": Method(needs="mtp", settings={"target": MODEL, "draft": "mtp"}),
     "block drafter": Method(needs="dflash", settings={"draft": f"dflash:{MODEL}"}),
+    "EAGLE-3": Method(needs="eagle3", settings={"draft": f"eagle3:{MODEL}"}),
     "layers left out": Method(settings={"draft": f"layers:{SKIPPED}"}),
     "draft that learns": Method(
         needs="learnt", settings={"draft": MODEL, "draft_learn": True}, kinds=GREEDY | SAMPLED

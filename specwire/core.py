@@ -618,8 +618,8 @@ class ModelInfo:
         trees: whether proposals may be trees.
         drafts: whether a target proposes by itself.
         grammars: whether it constrains outputs by a grammar.
-        own_source: of such a target, the source of its proposals: `heads`, `layers`, `mtp`, `dflash` or
-            `draft_model`.
+        own_source: of such a target, the source of its proposals: `heads`, `layers`, `mtp`, `dflash`,
+            `eagle3` or `draft_model`.
         target_tokenizer_fingerprint: of a draft with another vocabulary, that of the target whose tokens it
             proposes; empty for one that proposes its own tokens.
         shared_vocab, shared_text: of such a draft, the share of the target's tokens that it has too: of all,

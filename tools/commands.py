@@ -15,6 +15,7 @@ from specwire.config.sampling_flags import add_sampling_flags, sampling_params
 from specwire.config.stack import DemoConfig, TuneConfig
 from specwire.engine import threads
 from tools.bench import command as bench
+from tools.eagle3.config import TrainEagle3Config
 from tools.heads.config import TrainHeadsConfig
 from tools.layers.config import SearchLayersConfig
 from tools.timeline import command as timeline
@@ -44,6 +45,8 @@ def add_training(commands: Any) -> None:
     """Add what makes drafts of a target's own."""
     about = "train heads with which a target drafts for itself"
     add_command(commands, "train-heads", about, TrainHeadsConfig, _train_heads)
+    about = "train an EAGLE-3 with which a target drafts for itself"
+    add_command(commands, "train-eagle3", about, TrainEagle3Config, _train_eagle3)
     about = "search for layers without which a target drafts for itself"
     add_command(commands, "search-layers", about, SearchLayersConfig, _search_layers)
 
@@ -84,6 +87,15 @@ def _train_heads(config: TrainHeadsConfig, _: argparse.Namespace) -> int:
     extras.require("specwire train-heads", "serve")
     threads.spin_briefly(os.environ)
     from tools.heads import command
+
+    end_on_signals()
+    return command.run(config)
+
+
+def _train_eagle3(config: TrainEagle3Config, _: argparse.Namespace) -> int:
+    extras.require("specwire train-eagle3", "serve")
+    threads.spin_briefly(os.environ)
+    from tools.eagle3 import command
 
     end_on_signals()
     return command.run(config)

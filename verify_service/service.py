@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from specwire.config.own_methods import DFLASH, DRAFT_MODEL, HEADS, LAYERS, MTP
+from specwire.config.own_methods import DFLASH, DRAFT_MODEL, EAGLE3, HEADS, LAYERS, MTP
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
@@ -25,6 +25,7 @@ from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.block import BlockDrafts
 from verify_service.draft_model import ModelDrafts
+from verify_service.eagle3 import Eagle3Drafts
 from verify_service.forced import ForcedDrafts
 from verify_service.heads import HeadsDrafts
 from verify_service.layers import LayersDrafts
@@ -75,8 +76,9 @@ def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None
         return _load_layers(own.argument, config.model, service)
     if own.source == MTP:
         return MtpDrafts(runner.drafting)
-    if own.source == DFLASH:
-        return BlockDrafts(runner.drafting, may_be_tree=service.info.trees)
+    if own.source in (DFLASH, EAGLE3):
+        kind = BlockDrafts if own.source == DFLASH else Eagle3Drafts
+        return kind(runner.drafting, may_be_tree=service.info.trees)
     if own.source == DRAFT_MODEL:
         vocab_size = service.info.vocab_size
         return ModelDrafts(runner.drafting, config, vocab_size, may_be_tree=service.info.trees)

@@ -76,6 +76,7 @@ examples:
   specwire token alice --tokens tokens.txt              make a bearer token for a client
   specwire timeline --live                              draw a timeline of one generation
   specwire train-heads --text FILE --out DIR            make heads with which a target drafts for itself
+  specwire train-eagle3 --text FILE --out DIR           make an EAGLE-3 with which a target drafts for itself
   specwire search-layers --text FILE                    find layers without which a target drafts for itself
   specwire drafts                                       what drafts there are, and what they have brought
   specwire tune --text FILE                             how a pair would be drafted here, and why

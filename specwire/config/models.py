@@ -69,6 +69,8 @@ def check_own(name: str, value: object, own: Own, target: str, num_devices: int)
         check_layers(name, own.argument)
     if of_model:
         check_model(name, own.argument)
+        kind = named_own(own.argument).source
+        check(not kind, name, value, f"is no draft model: see the verify service's flag --{kind}")
         check(not own.argument.startswith(EMULATED), name, value, "is emulated; give it a service of its own")
 
 

@@ -5,13 +5,15 @@ A further one is an `OwnMethod` and a flag here, a loader in `verify_service/ser
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from specwire.config.fields import AUTO
 from specwire.config.flags import option
 
-HEADS, LAYERS, MTP, DFLASH = "heads", "layers", "mtp", "dflash"
+HEADS, LAYERS, MTP, DFLASH, EAGLE3 = "heads", "layers", "mtp", "dflash", "eagle3"
 DRAFT_MODEL = "draft_model"
 DIR = "DIR"
 
@@ -65,6 +67,13 @@ OWN_METHODS = {
         has_trees=True,
         may_be_invariant=False,
     ),
+    EAGLE3: OwnMethod(
+        DIR,
+        "EAGLE-3",
+        "an EAGLE-3 of the target: --draft eagle3:DIR, or DIR",
+        has_trees=True,
+        may_be_invariant=False,
+    ),
 }
 """By the source that their proposals name."""
 OWN = {name: source for source, method in OWN_METHODS.items() for name in (source, *method.other_names)}
@@ -88,11 +97,29 @@ class Own(NamedTuple):
 
 
 def named_own(draft: str) -> Own:
-    """What `--draft` names: `heads:DIR`, `layers:SKIP`, `mtp` or `dflash:DIR`; nothing for another draft."""
+    """What `--draft` names: `heads:DIR`, `layers:SKIP`, `mtp`, `dflash:DIR`, `eagle3:DIR` or the directory of
+    an EAGLE-3; nothing for another draft."""
+    if _is_eagle3(draft):
+        return Own(EAGLE3, draft)
     source, colon, argument = draft.partition(":")
     method = OWN_METHODS.get(source)
     is_own = method is not None and (method.argument != "") == (colon != "")
     return Own(source, argument) if is_own else Own()
+
+
+def _is_eagle3(directory: str) -> bool:
+    """Whether a directory's config says so: speculators name it, others have one layer and a vocabulary of
+    the draft's own."""
+    try:
+        config = json.loads((Path(directory or "-") / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(config, dict) or config.get("dflash_config"):
+        return False
+    kind = config.get("speculators_model_type")
+    return kind == EAGLE3 or (
+        kind is None and "draft_vocab_size" in config and config.get("num_hidden_layers") == 1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +136,9 @@ class OwnFlags:
     )
     mtp: bool = option(False, "let the model's own layers for multi-token prediction draft for it")
     dflash: str = option("", "directory of a block drafter (DFlash) of the model; empty for none")
+    eagle3: str = option(
+        "", "directory of an EAGLE-3 of the model, as SafeAILab or speculators save it; empty for none"
+    )
     draft_model: str = option(
         "",
         "directory or hub id of a draft model that runs in this process, on the target's device; empty for "

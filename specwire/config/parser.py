@@ -31,7 +31,8 @@ _GROUPS = {
     "speculation": (
         *("draft", "num_draft_tokens", "max_depth", "speculative_config", "rule", "verify_ahead"),
         *("num_outcomes", "max_outcomes", "suffix_shared", "support_mass", "max_support"),
-        *("target_tokenizer", "inner", "heads", "layers", "mtp", "dflash", "draft_model", "draft_placement"),
+        *("target_tokenizer", "inner", "heads", "layers", "mtp", "dflash", "eagle3"),
+        *("draft_model", "draft_placement"),
         *("draft_dtype", "draft_device", "draft_num_threads", "draft_rtt_ms", "draft_timeout_ms"),
         *(
             "draft_learn",

@@ -141,8 +141,8 @@ class OwnDraftConfig(ModelDraftConfig):
 
     Attributes:
         method: one of OWN.
-        model: directory of the heads or the block drafter, or what `--layers` takes; empty where the verify
-            service is told by its own flag.
+        model: directory of the heads, the block drafter or the EAGLE-3, or what `--layers` takes; empty where
+            the verify service is told by its own flag.
     """
 
     method: str = HEADS

@@ -173,7 +173,8 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
         others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
         for other in others:
-            check(other not in OWN, "draft", draft, f"{other} is no draft model")
+            is_own = other in OWN or named_own(other).source != ""
+            check(not is_own, "draft", draft, f"{other} is no draft model")
         if not own.source:
             return
         is_named = named_own(draft).source != ""

@@ -10,12 +10,13 @@ from transformers.utils import logging as transformers_logging
 
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED
-from specwire.config.own_methods import DFLASH, DRAFT_MODEL, HEADS, LAYERS, MTP
+from specwire.config.own_methods import DFLASH, DRAFT_MODEL, EAGLE3, HEADS, LAYERS, MTP
 from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.engine.boot import resolve
 from specwire.engine.device import Runner
-from specwire.engine.model import block, encoder_decoder, memory, mtp
+from specwire.engine.model import block, eagle3, encoder_decoder, memory, mtp
 from specwire.engine.model.block import BlockRunner
+from specwire.engine.model.eagle3 import Eagle3Runner
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import make_replay
 from specwire.engine.model.hardware import select_device
@@ -24,6 +25,13 @@ from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import CudaReplay
+
+_IN_PAGES: dict[str, tuple[Any, Any]] = {
+    MTP: (MtpRunner, lambda _, model: mtp.load(model)),
+    DFLASH: (BlockRunner, block.load),
+    EAGLE3: (Eagle3Runner, eagle3.load),
+}
+"""What drafts with keys in the target's pages: the target's runner, and what loads the drafter."""
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
@@ -56,12 +64,10 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     learns = isinstance(config, DraftConfig) and config.learn
     model = load_model(source, dtype=own_dtype, device=str(device), packs=not learns)
     own = config.own
-    if own.source == MTP:
-        predicting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
-        return predicting, describe(model, source)
-    if own.source == DFLASH:
-        drafter = block.load(own.argument, model)
-        drafting = BlockRunner(model, drafter, num_pages=num_pages, page_size=config.page_len)
+    if own.source in _IN_PAGES:
+        kind, load = _IN_PAGES[own.source]
+        drafter = load(own.argument, model)
+        drafting: Runner = kind(model, drafter, num_pages=num_pages, page_size=config.page_len)
         return drafting, describe(model, source)
     compiles = isinstance(replay, CudaReplay) and not config.batch_invariant and own.source != LAYERS
     paged = partial(ModelRunner, page_size=config.page_len, compiles=compiles)

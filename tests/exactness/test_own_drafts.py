@@ -1,8 +1,8 @@
 """Drafts of the target's own process: the text of plain decoding, and the distribution under every rule.
 
-Over real services. Heads, layers left out, layers for multi-token prediction, a block drafter, and a draft
-model beside the target, whose own distributions travel with its proposals. Each in a variant that guesses
-well, and in one that guesses badly: hostile ones like best what the target likes least.
+Over real services. Heads, layers left out, layers for multi-token prediction, a block drafter; EAGLE-3 and a
+draft model beside the target, whose own distributions travel with their proposals. Each in a variant that
+guesses well, and in one that guesses badly: hostile ones like best what the target likes least.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import verify_service.layers
 from coordinator.servicer import GenerationServicer
 from specwire import Rule, SamplingParams
-from tests.support import tiny_models
+from tests.support import eagle3, tiny_models
 from tests.support.blocks import save_block_drafter, save_markov_pair
 from tests.support.harness import LocalStack, float32_processes, local_stack, started_coordinators
 from tests.support.heads import save_heads
@@ -36,7 +36,7 @@ from tests.support.pairs import (
 from verify_service.threshold import Threshold
 
 NEAR, FAR = "m1", "a0,a1,m0,m1"
-METHODS = {name: f'{{"method": "{name}"}}' for name in ("layers", "mtp", "dflash")} | {
+METHODS = {name: f'{{"method": "{name}"}}' for name in ("layers", "mtp", "dflash", "eagle3")} | {
     "heads": '{"method": "medusa"}',
     "draft_model": "",  # it drafts by default
 }
@@ -46,6 +46,7 @@ SHAPES: dict[str, list[dict[str, int]]] = {
     "layers": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 5}, {"num_draft_tokens": 12}],
     "mtp": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 5}, {"num_draft_tokens": 12}],
     "dflash": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 12}, *TREES],
+    "eagle3": [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 12}, *TREES],
     "draft_model": [
         {},
         {"num_draft_tokens": 1},
@@ -78,6 +79,7 @@ TEXT_VARIANTS = {
     "layers": ("near", "far"),
     "mtp": ("mellum", "glm4_moe", "hostile"),  # one layer and a window; two layers; one that guesses wrong
     "dflash": ("random",),  # right as often as chance has it
+    "eagle3": ("random", "good"),  # likewise; always right where the target has a small vocabulary
     "draft_model": ("good", "hostile"),
 }
 QUICK = (
@@ -86,6 +88,8 @@ QUICK = (
     ("layers", "far", False),
     ("mtp", "mellum", True),
     ("dflash", "random", True),
+    ("eagle3", "random", False),
+    ("eagle3", "good", True),
     ("draft_model", "good", True),
 )
 
@@ -106,6 +110,9 @@ def save_for_texts(source: str, variant: str, directory: Path) -> Drafting:
         return Drafting(
             source, variant, save_mtp_target(directory / "target", family, is_hostile=is_hostile), True
         )
+    if (source, variant) == ("eagle3", "good"):
+        target, drafter = eagle3.save_markov_pair(directory)
+        return Drafting(source, variant, target, str(drafter))
     target = save_target(directory / "target")
     match source:
         case "heads":
@@ -114,6 +121,8 @@ def save_for_texts(source: str, variant: str, directory: Path) -> Drafting:
             value = NEAR if variant == "near" else FAR
         case "dflash":
             value = str(save_block_drafter(directory / "drafter"))
+        case "eagle3":
+            value = str(eagle3.save_eagle3(directory / "eagle3"))
         case _:
             save_draft = save_hostile_draft if is_hostile else save_good_draft
             value = str(save_draft(directory / "draft"))
@@ -156,7 +165,7 @@ def test_the_text_is_that_of_plain_decoding(watched: Watched, params: SamplingPa
     if (source, variant) == ("dflash", "random"):
         assert any(each.speculation.num_accepted_tokens for each in done)
     guesses_well = source == "mtp" and variant != "hostile" and params.temperature == 0
-    if guesses_well or (source, variant) == ("draft_model", "good"):
+    if guesses_well or (source, variant) in (("draft_model", "good"), ("eagle3", "good")):
         # The first one's length is chosen by the times that it measures, and on a busy machine it may be 0.
         assert min(each.speculation.tokens_per_round for each in done[1:]) > 1.5
 
@@ -193,6 +202,9 @@ def save_markov(source: str, variant: str, directory: Path) -> Drafting:
         case "dflash":
             target, drafter = save_markov_pair(directory, is_hostile=is_hostile)
             return Drafting(source, variant, target, str(drafter))
+        case "eagle3":
+            target, drafter = eagle3.save_markov_pair(directory, is_hostile=is_hostile)
+            return Drafting(source, variant, target, str(drafter))
         case _:
             target = tiny_models.save(markov_model(), directory / "target")
             draft = tiny_models.save(markov_model(-1.0 if is_hostile else 0.6), directory / "draft")
@@ -208,7 +220,7 @@ class Running(NamedTuple):
 
 def markov_cases() -> Iterator[Any]:
     """Each variant; in the quick run the draft model stands for all."""
-    for source in ("heads", "layers", "mtp", "dflash"):
+    for source in ("heads", "layers", "mtp", "dflash", "eagle3"):
         for variant in ("same", "other") if source == "layers" else ("good", "hostile"):
             yield SLOW((source, variant, True), id=f"{source}, {variant}")
     for variant, goes_on in product(("good", "hostile"), (True, False)):
@@ -242,7 +254,14 @@ def test_the_distribution_is_the_targets(running: Running, rule: Rule) -> None:
     check_distribution(running.address, logits_of(running.drafting.target), rule)
 
 
-MOST_PASSES = {"heads": (4, 20), "layers": (1, 35), "mtp": (4, 20), "dflash": (1, 35), "draft_model": (4, 20)}
+MOST_PASSES = {
+    "heads": (4, 20),
+    "layers": (1, 35),
+    "mtp": (4, 20),
+    "dflash": (1, 35),
+    "eagle3": (4, 20),
+    "draft_model": (4, 20),
+}
 """Of 60 tokens where the draft guesses well, with so many draft tokens a pass."""
 
 
@@ -256,7 +275,9 @@ def test_tokens_a_pass(running: Running) -> None:
         assert found > (40 if running.drafting.variant == "other" else 50)
 
 
-@pytest.mark.parametrize("source", [*map(SLOW, ("heads", "layers", "mtp", "dflash")), "draft_model"])
+@pytest.mark.parametrize(
+    "source", [*map(SLOW, ("heads", "layers", "mtp", "dflash", "eagle3")), "draft_model"]
+)
 def test_control_a_wrong_rule_is_caught(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafting = save_markov(source, "same" if source == "layers" else "good", tmp_path)
     options = drafting.coordinator_options(num_draft_tokens="3" if source == "draft_model" else "2")

@@ -28,6 +28,8 @@ from tests.support.harness import local_stack
 from tests.support.heads import save_heads
 from tests.support.pairs import save_target
 from tests.support.tiny_models import build
+from tools.eagle3 import training as eagle3_training
+from tools.eagle3.config import TrainEagle3Config
 from tools.heads import descent, training
 from tools.heads.config import TrainHeadsConfig
 from tools.layers import command as search_layers
@@ -146,6 +148,35 @@ def test_heads_of_a_text_propose_it(text: Path, tmp_path: Path) -> None:
         plain = stack.client.generate(TEXT[-300:], replace(params, num_draft_tokens=0, max_depth=0))
     assert done.token_ids == plain.token_ids
     assert len(done.token_ids) / done.speculation.num_rounds > 1.5
+
+
+@pytest.mark.slow
+def test_an_eagle3_of_a_text_proposes_it(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the target's tokens; an interrupted training ends with the same files, bit for bit."""
+    monkeypatch.setattr(eagle3_training, "_SAVE_STEPS", 12)
+    whole, parts = (
+        TrainEagle3Config(
+            text=str(text), out=str(tmp_path / name), steps=40, draft_vocab_size=1024, num_threads=1
+        )
+        for name in ("whole", "parts")
+    )
+    eagle3_training.train(whole, Bar())
+    with pytest.raises(InterruptionError):
+        eagle3_training.train(parts, Bar("steps", 15))
+    eagle3_training.train(parts, Bar())
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in Path(each.out).iterdir()} for each in (whole, parts)
+    )
+    assert ours == theirs
+    assert sorted(ours) == ["config.json", "model.safetensors"]
+    options = {"eagle3": whole.out}
+    coordinator = {"speculative_config": '{"method": "eagle3"}'}
+    with local_stack("embedded", coordinator_options=coordinator, verify_options=options) as stack:
+        params = replace(GREEDY, max_tokens=64, num_draft_tokens=16, max_depth=4)
+        done = stack.client.generate(TEXT[-300:], params)
+        plain = stack.client.generate(TEXT[-300:], replace(params, num_draft_tokens=0, max_depth=0))
+    assert done.token_ids == plain.token_ids
+    assert len(done.token_ids) / done.speculation.num_rounds > 1.2
 
 
 def test_texts_that_are_no_good(text: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What all drafts of the target's own process have in common, through real services.
 
-Heads, layers left out, layers for multi-token prediction, a block drafter, a draft model beside the target:
-requests, losses, memory, refusals, `specwire drafts`.
+Heads, layers left out, layers for multi-token prediction, a block drafter, EAGLE-3, a draft model beside the
+target: requests, losses, memory, refusals, `specwire drafts`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
 from tests.support import encoder_decoders
 from tests.support.blocks import save_block_drafter
+from tests.support.eagle3 import LAYOUTS, save_eagle3
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.heads import save_heads
 from tests.support.mtp import save_mtp_target
@@ -34,9 +35,9 @@ from tests.support.together import generated
 from tools.proxy.delay_proxy import Link
 from verify_service.threshold import Threshold
 
-SOURCES = ("heads", "layers", "mtp", "dflash", "draft_model")
+SOURCES = ("heads", "layers", "mtp", "dflash", "eagle3", "draft_model")
 ONLY_CHAINS = ("layers", "mtp")
-ON_REQUEST = ("heads", "layers", "mtp", "dflash")
+ON_REQUEST = ("heads", "layers", "mtp", "dflash", "eagle3")
 """Sources that do not draft by default."""
 PROMPT = [5, 9, 11, 2, 7, 4]
 GREEDY = SamplingParams(max_tokens=32, temperature=0, rule=Rule.GUMBEL, seed=3, ignore_eos=True)
@@ -61,6 +62,8 @@ def serve(source: str, directory: Path) -> Served:
             value = "m1"
         case "dflash":
             value = str(save_block_drafter(directory / "drafter"))
+        case "eagle3":
+            value = str(save_eagle3(directory / "eagle3"))
         case _:
             value = str(save_good_draft(directory / "draft"))
     return Served(source, target, {source: value})
@@ -157,7 +160,7 @@ def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     rows = {line.split()[0]: line for line in shown.splitlines()}
     if served.source not in ON_REQUEST:
         assert re.search(r"^plain +(now )? +\d+ +-$", ways[0], re.MULTILINE), "it is chosen among them"
-    own = ["heads", "layers", "mtp", "dflash"]
+    own = ["heads", "layers", "mtp", "dflash", "eagle3"]
     texts = ["ngram", "suffix", "unigram", "bigram", "trigram"]
     assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *texts]
     ours = "model" if served.source == "draft_model" else served.source
@@ -193,6 +196,7 @@ def test_a_target_without_them(source: str, tmp_path: Path) -> None:
         ("layers", "a0"),
         ("mtp", True),
         ("dflash", "drafter"),
+        ("eagle3", "eagle3"),
         ("draft_model", "embedded"),
     ],
     ids=str,
@@ -222,6 +226,8 @@ EMULATED = "emulated:step_ms=1"
         (lambda: VerifyConfig(layers="a0", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
         (lambda: VerifyConfig(mtp=True, tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
         (lambda: VerifyConfig(draft_model="embedded", tensor_parallel_size=2), "size 1 only"),
+        (lambda: VerifyConfig(eagle3="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
+        (lambda: VerifyConfig(eagle3="x", batch_invariant=True), "together with --batch-invariant"),
         (lambda: VerifyConfig(layers="a0", heads="/tmp"), "does not go together with --heads"),
         (lambda: VerifyConfig(mtp=True, heads="x"), "does not go together with --heads"),
         (lambda: VerifyConfig(dflash="x", mtp=True), "does not go together with --mtp"),
@@ -243,6 +249,7 @@ EMULATED = "emulated:step_ms=1"
         (lambda: UpConfig(draft="heads"), "needs more: heads:DIR"),
         (lambda: UpConfig(draft="layers"), "needs more: layers:SKIP"),
         (lambda: UpConfig(draft="dflash"), "needs more: dflash:DIR"),
+        (lambda: UpConfig(draft="eagle3"), "needs more: eagle3:DIR"),
         (lambda: UpConfig(draft="heads:"), "no directory of heads"),
         (lambda: UpConfig(draft="heads:/nowhere"), "no directory of heads"),
         (lambda: UpConfig(draft="dflash:/nowhere"), "no directory of dflash"),
@@ -304,10 +311,11 @@ def test_where_a_draft_model_runs(tmp_path: Path) -> None:
     [
         ("heads", "medusa", "DIRECTORY"),
         ("dflash", "dflash", "DIRECTORY"),
+        ("eagle3", "eagle3", "DIRECTORY"),
         ("layers", "layers", "a3,m3"),
         ("mtp", "mtp", ""),
     ],
-    ids=["heads", "dflash", "layers", "mtp"],
+    ids=["heads", "dflash", "eagle3", "layers", "mtp"],
 )
 def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path) -> None:
     """The flag to verify, the rest to the coordinator; there is no draft service."""
@@ -330,3 +338,20 @@ def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path)
         if config.speculative_config:
             assert coordinator.fixed_draft_tokens == 6
             assert coordinator.fixed_max_depth == given.get("max_depth")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eagle3_is_recognised(layout: str, tmp_path: Path) -> None:
+    """By its config; it is no draft model anywhere."""
+    saved = str(save_eagle3(tmp_path / "eagle3", layout))
+    config = UpConfig(draft=saved)
+    assert (config.draft_model, config.own) == ("none", ("eagle3", saved))
+    own = CoordinatorConfig(speculative_config=config.coordinator_speculation).own_draft
+    assert own is not None and own.source == "eagle3"
+    for make in (partial(UpConfig, draft=f"ngram,{saved}"), partial(UpConfig, draft=f"ngram>{saved}")):
+        with pytest.raises(ConfigError, match=f"{saved} is no draft model"):
+            make()
+    with pytest.raises(ConfigError, match="is no model: see the verify service's flag --eagle3"):
+        DraftConfig(model=saved)
+    with pytest.raises(ConfigError, match="is no draft model: see the verify service's flag --eagle3"):
+        VerifyConfig(draft_model=saved)

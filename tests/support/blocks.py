@@ -49,7 +49,7 @@ def save_markov_pair(directory: Path, *, is_hostile: bool = False) -> tuple[Path
     """
     target = markov_model()
     with torch.no_grad():
-        mask = _unreached(markov_logits(target))
+        mask = unreached(markov_logits(target))[0]
         target.model.embed_tokens.weight[mask] = 0  # so that masks add nothing to what the last token does
         drafter = _drafter(
             num_key_value_heads=4,
@@ -80,10 +80,10 @@ def drafted(runner: BlockRunner, cache: Any, token_id: int, num: int) -> list[in
     return found[:num]
 
 
-def _unreached(logits: Tensor) -> int:
-    """A token that greedy text after `PROMPT` does not have."""
+def unreached(logits: Tensor) -> list[int]:
+    """The tokens that greedy text after `PROMPT` does not have."""
     reached, token_id = set(), PROMPT[-1]
     while token_id not in reached:
         reached.add(token_id)
         token_id = int(logits[token_id].argmax())
-    return min({*range(MARKOV_VOCAB_SIZE)} - reached)
+    return sorted({*range(MARKOV_VOCAB_SIZE)} - reached)

@@ -1,12 +1,14 @@
-"""Drafters whose keys lie in the target's pages: layers for multi-token prediction, and a block drafter.
+"""Drafters whose keys lie in the target's pages: layers for multi-token prediction, a block drafter, EAGLE-3.
 
-What they draft is what transformers drafts with them, wherever their keys come from; limits and refusals.
+What they draft is what transformers drafts with them, or a straight implementation, wherever their keys come
+from; limits and refusals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +19,19 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.generation import candidate_generator
 
 from specwire.engine.batch import Batch, Feed, Segments
-from specwire.engine.model import block, mtp
+from specwire.engine.model import block, eagle3, mtp
 from specwire.engine.model.block import BlockRunner
+from specwire.engine.model.eagle3 import Eagle3Runner
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.mtp import MtpRunner
 from specwire.errors import ContextLengthError, ModelLoadError, ResourceExhaustedError
 from specwire.proposals.tree import TokenTree
 from tests.support import blocks
+from tests.support import eagle3 as eagles
 from tests.support import mtp as mtp_targets
 from tests.support.pairs import save_target
-from tests.support.tiny_models import CONTEXT_LEN, MTP_FAMILIES, build, save
+from tests.support.tiny_models import CONTEXT_LEN, MTP_FAMILIES, VOCAB_SIZE, build, save
+from tools.eagle3 import unrolled
 
 PROMPT = [5, 9, 11, 2, 7, 4, 30, 21]
 NUM_DRAFTS = 4
@@ -38,7 +43,7 @@ class Drafter(NamedTuple):
     Attributes:
         load: loads what drafts once more, after the model.
         drafted: greedy drafts after a token that follows a cache, which keeps its length.
-        generator: of transformers; `settings` of its `generate` choose it.
+        generator: of transformers; `settings` of its `generate` choose it. EAGLE-3 has none.
     """
 
     target: Path
@@ -57,7 +62,12 @@ class Drafter(NamedTuple):
 
 
 def _drafter(name: str, directory: Path) -> Drafter:
-    """Layers of one of `MTP_FAMILIES`, or a block drafter."""
+    """Layers of one of `MTP_FAMILIES`, a block drafter, or EAGLE-3."""
+    if name == "eagle3":
+        target, saved = save_target(directory / "target"), eagles.save_eagle3(directory / name)
+        model = load_model(target, dtype="float32")
+        runner = Eagle3Runner(model, eagle3.load(saved, model), num_pages=64, page_size=4)
+        return Drafter(target, partial(eagle3.load, saved), runner, eagles.drafted, type(None), {})
     if name != "block":
         target = mtp_targets.save_mtp_target(directory / "target", name, spread=0.6)
         model = load_model(target, dtype="float32")
@@ -82,15 +92,18 @@ def _drafter(name: str, directory: Path) -> Drafter:
     )
 
 
-@pytest.fixture(scope="module", params=[*MTP_FAMILIES, "block"])
+@pytest.fixture(scope="module", params=[*MTP_FAMILIES, "block", "eagle3"])
 def drafter(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
     return _drafter(request.param, tmp_path_factory.mktemp("drafter"))
 
 
+of_transformers = pytest.mark.parametrize("drafter", [*MTP_FAMILIES, "block"], indirect=True)
 layers = pytest.mark.parametrize("drafter", MTP_FAMILIES, indirect=True)
+step_by_step = pytest.mark.parametrize("drafter", [*MTP_FAMILIES, "eagle3"], indirect=True)
 blocks_alone = pytest.mark.parametrize("drafter", ["block"], indirect=True)
 
 
+@of_transformers
 def test_they_draft_what_transformers_does(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """All proposals of a whole generation with its own cache and its own rollbacks."""
     model, runner = drafter.model(), drafter.runner
@@ -145,7 +158,7 @@ def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
     runner.pool.check_integrity()
 
 
-@layers
+@step_by_step
 def test_after_a_path_of_a_tree(drafter: Drafter) -> None:
     """Nodes are computed after their parents, and the path that is kept moves together."""
     path, parents, runner = [17, 23, 5], [-1, -1, 1, 2, 0], drafter.runner
@@ -221,6 +234,91 @@ def test_block_drafters_of_other_targets(overrides: Any, problem: str, tmp_path:
         block.load(saved, load_model(target, dtype="float32"))
 
 
+@pytest.mark.parametrize("layout", eagles.LAYOUTS)
+@pytest.mark.parametrize(("given", "layer"), [({}, {}), (eagles.NEWER, eagles.QWEN3)], ids=["plain", "newer"])
+def test_eagle3_computes_what_a_straight_implementation_does(
+    layout: str, given: Any, layer: Any, tmp_path: Path
+) -> None:
+    """After the target's tokens in chunks, along each path of a tree that grows in two passes. Half of the
+    target's tokens are in the draft's vocabulary."""
+    target, ids = save_target(tmp_path / "target"), [*range(1, VOCAB_SIZE, 2)]
+    saved = eagles.save_eagle3(tmp_path / "eagle3", layout, target_ids=ids, layer=layer, **given)
+    model = load_model(target, dtype="float32")
+    runner = Eagle3Runner(model, eagle3.load(saved, model), num_pages=64, page_size=4)
+    tensors, window = eagles.random_tensors(ids, 2, given, layer), layer.get("sliding_window", 99)
+    expected = partial(eagles.straight_logits, target, tensors, given, window)
+    tree = TokenTree(len(PROMPT), (-1, -1, 0, 1))
+    with runner.new_sequence() as cache:
+        runner.forward([Feed(cache, PROMPT[:3])])
+        runner.forward([Feed(cache, PROMPT[3:-1])])
+        states = [runner.advance([Feed(cache, PROMPT[-1:])], None)]
+        states.append(runner.advance([Feed(cache, [17, 23], 1, tree)], states[0].repeat(2, 1)))
+        states.append(runner.advance([Feed(cache, [9, 40], 1, tree)], states[1]))
+    found = runner.logits(torch.cat(states))
+    assert torch.equal(found.isfinite().sum(0).nonzero()[:, 0], torch.tensor(ids))
+    for path, rows in (([17, 9], [0, 1, 3]), ([23, 40], [0, 2, 4])):
+        torch.testing.assert_close(found[rows][:, ids], expected([*PROMPT, *path], 3), atol=1e-4, rtol=0)
+
+
+def test_eagle3_is_trained_on_what_it_will_compute(tmp_path: Path) -> None:
+    """At each place of several windows, and in each step, what the engine computes for draft tokens there."""
+    target, saved = (
+        save_target(tmp_path / "target"),
+        eagles.save_eagle3(tmp_path / "eagle3", norm_output=True),
+    )
+    model = load_model(target, dtype="float32")
+    drafter = eagle3.load(saved, model)
+    runner = Eagle3Runner(model, drafter, num_pages=64, page_size=4)
+    windows = torch.tensor([PROMPT, PROMPT[::-1]])
+    with torch.inference_mode():
+        plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        shown = plain(windows, output_hidden_states=True).hidden_states
+        steps = [*unrolled.unrolled(drafter, shown, windows, depth=3)]
+    for window, first in product(range(2), (1, 3, 5)):
+        tokens = windows[window].tolist()
+        with runner.new_sequence() as cache:
+            runner.forward([Feed(cache, tokens[:first])])
+            found = None
+            for step in range(3):
+                found = runner.advance([Feed(cache, [tokens[first + step]])], found)
+                torch.testing.assert_close(
+                    found[0], steps[step][window, first + step - 1], atol=1e-5, rtol=1e-5
+                )
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"layer": {"hidden_size": 16}}, "is for states of 16, and the target has 32"),
+        ({"vocab_size": 50}, "is for a vocabulary of 50, and the target has"),
+        ({"num_read": 3}, "reads what enters layer 2, and the target has 2"),
+        ({"layer": {"num_hidden_layers": 2}}, "has 2 layers, and EAGLE-3 has one"),
+        ({"layer": {"model_type": "mistral"}}, "its layer is of type 'mistral', and not llama or qwen3"),
+        ({"layer": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}, "its rope_type 'dynamic'"),
+        ({"draft_vocab_size": None}, "is no EAGLE-3: its config has no draft_vocab_size"),
+        ({"without": "norm.weight"}, "lacks norm.weight"),
+        ({"without": "d2t"}, "lacks d2t, for 48 of 97 tokens"),
+        ({"target_ids": [1, 1]}, "d2t does not lead to 2 different ids"),
+        ({"draft_vocab_size": 5}, r"lm_head.weight is \[48, 32\], and not \[5, 32\]"),
+        ({"tensors": {"more.weight": torch.ones(1)}}, "has more than is known of EAGLE-3: more.weight"),
+    ],
+)
+def test_eagle3_of_other_targets(settings: Any, problem: str, tmp_path: Path) -> None:
+    model = load_model(save_target(tmp_path / "target"), dtype="float32")
+    with pytest.raises(ModelLoadError, match=problem):
+        eagle3.load(eagles.save_eagle3(tmp_path / "eagle3", **settings), model)
+
+
+def test_what_eagle3_reads_by_default() -> None:
+    """As in the paper; what a config names is read from the first layer to the last."""
+    config = {"model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 4}
+    target = build("llama", num_hidden_layers=32).config
+    config |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
+    assert eagle3.read_settings(config, target).layer_ids == (2, 16, 29)
+    named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7, 3]}}
+    assert eagle3.read_settings(config | named, target).layer_ids == (3, 7)
+
+
 def test_control_states_of_others_are_refused(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at loading notices layers that read a token's own state, and blocks of layers in disorder."""
     own = BlockRunner._note
@@ -229,6 +327,7 @@ def test_control_states_of_others_are_refused(drafter: Drafter, monkeypatch: pyt
         own(self, 1 - number, *args)
 
     monkeypatch.setattr(BlockRunner, "_note", swapped)
-    monkeypatch.setattr(mtp, "previous_slots", lambda batch: batch.slots)
+    for module in (mtp, eagle3):
+        monkeypatch.setattr(module, "previous_slots", lambda batch: batch.slots)
     with pytest.raises(ModelLoadError, match="self-check failed"):
         drafter.load(load_model(drafter.target, dtype="float32"))

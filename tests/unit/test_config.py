@@ -472,9 +472,9 @@ class TestSpeculativeConfig:
             ('{"method": "eagle"}', "method='eagle': is not one of ngram"),
             ('{"method": ["ngram"]}', "method=['ngram']: is not one of ngram"),
             (
-                '{"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3}',
-                "method='eagle3': is not one of ngram, suffix, unigram, bigram, trigram, draft_model, heads, "
-                "medusa, layers, mtp, dflash",
+                '{"method": "eagle2", "model": "org/head", "num_speculative_tokens": 3}',
+                "method='eagle2': is not one of ngram, suffix, unigram, bigram, trigram, draft_model, heads, "
+                "medusa, layers, mtp, dflash, eagle3",
             ),
             (
                 '{"method": "bigram", "prompt_lookup_max": 4}',

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,8 +48,8 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     source = str(embedded.TARGET_DIR) if config.target == EMBEDDED else config.target
-    token_ids = _token_ids(config, source)
-    model = _load(source)
+    token_ids = token_ids_of(config, source, WINDOW)
+    model = load_target(source)
     target = Target.of(model)
     fingerprint = weights_fingerprint(model_directory(source))
     out = Path(config.out)
@@ -81,19 +81,36 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
     return made
 
 
-def _token_ids(config: TrainHeadsConfig, source: str) -> IntArray:
-    """The text's, int64 [num_tokens]."""
+class _Given(Protocol):
+    """What all trainings are told."""
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+def token_ids_of(config: _Given, source: str, least: int) -> IntArray:
+    """The text's, int64 [num_tokens].
+
+    Raises:
+        ConfigError: it has fewer than so many, or the target has no tokenizer.
+    """
     loaded = tokenizer.load(source)
     if loaded is None:
         raise ConfigError(f"--target {config.target}: has no tokenizer")
     text = texts.read(config.text)
     token_ids = np.array(loaded.encode(text[: _CHARS * config.tokens])[: config.tokens], np.int64)
-    if len(token_ids) < WINDOW:
-        raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {WINDOW}")
+    if len(token_ids) < least:
+        raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {least}")
     return token_ids
 
 
-def _load(source: str) -> Any:
+def load_target(source: str) -> Any:
     """The target in float32 on the CPU, as transformers runs it."""
     with errors_naming(source):
         read_config(source)
@@ -122,4 +139,9 @@ def _fitted(inputs: Inputs, num_heads: int, num_features: int, kept: Kept, bar: 
 
 def _name(fingerprint: str, token_ids: IntArray) -> str:
     """Of a model and a text."""
-    return f"{fingerprint} {hashlib.blake2b(token_ids.tobytes(), digest_size=16).hexdigest()}"
+    return f"{fingerprint} {text_name(token_ids)}"
+
+
+def text_name(token_ids: IntArray) -> str:
+    """Of a text, by its content."""
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,502 @@
+"""EAGLE-3: one layer that drafts from states of the target (Li et al. 2025, arXiv 2503.01840).
+
+    f_p            fc(states of token p that enter some of the target's layers)
+    x_p+1          layer(f_p, embedding of token p+1), which attends to its own keys at 1..p+1
+    logits of p+2  lm_head(norm(x_p+1)), of the draft's vocabulary; target_id = d + d2t[d]
+    x_p+2          layer(x_p+1, embedding of the draft token p+2), and so on
+
+f_p and the layer's key at p follow from tokens 0..p, as the target's own keys do, so they lie in slot p of
+the same pages; see `mtp`. With one layer keys need no attention: a pass of the target computes them, and
+nothing else of the layer. Drafting runs the layer over draft tokens, which are appended to the cache and
+dropped again.
+
+Files are those of SafeAILab (a flat config of a Llama layer, `midlayer.`) and of speculators
+(`transformer_layer_config`, `layers.0.`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from specwire.engine.attention import paged as attention
+from specwire.engine.attention.probe import LayerShape, Probe
+from specwire.engine.batch import Batch, Feed
+from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.model import loading
+from specwire.engine.model.mtp import MtpBatch, previous_slots, without_first
+from specwire.engine.model.packing import pack_linears
+from specwire.engine.model.runner import ModelRunner, num_embeddings
+from specwire.errors import ModelLoadError
+from specwire.rule.transfer import to_device
+
+_CHECK_TOKENS = 10
+_NUM_CHECKED = 3
+"""Draft tokens of the check at loading."""
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_LAYERS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
+"""What the layer may be one of, with its MLP."""
+_UNREAD = ("t2d",)
+"""Tensors that follow from others."""
+
+
+class Settings(NamedTuple):
+    """What a config says.
+
+    Attributes:
+        layer: transformers' config of the layer.
+        layer_ids: layers of the target whose inputs are read, in ascending order.
+        norm_before_residual: whether the layer adds to the normalised state.
+        norm_before_fc: whether one norm covers the states that are read; with `fc_norm` each has its own.
+        norm_output: whether the next state is taken after the last norm.
+    """
+
+    layer: Any
+    draft_vocab_size: int
+    target_hidden_size: int
+    layer_ids: tuple[int, ...]
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+
+def read_settings(config: Mapping[str, Any], target: Any) -> Settings:
+    """Of either layout.
+
+    Args:
+        config: what its `config.json` says.
+        target: transformers' config of the target's text model.
+
+    Raises:
+        ModelLoadError: it is no EAGLE-3, or not this target's.
+    """
+    is_flat = "transformer_layer_config" not in config
+    inner = dict(config) if is_flat else config["transformer_layer_config"]
+    given = dict(config) | (config.get("eagle_config") or {})
+    kind = inner.get("model_type")
+    if kind not in _LAYERS:
+        raise ModelLoadError(f"its layer is of type {kind!r}, and not {' or '.join(_LAYERS)}")
+    needs = ("draft_vocab_size",) if is_flat else ("draft_vocab_size", "norm_before_residual")
+    if lacking := [name for name in needs if given.get(name) is None]:
+        raise ModelLoadError(f"is no EAGLE-3: its config has no {', '.join(lacking)}")
+    layer = CONFIG_MAPPING[kind].from_dict(dict(inner))
+    num_layers = target.num_hidden_layers
+    chosen = given.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+    found = Settings(
+        layer,
+        given["draft_vocab_size"],
+        given.get("target_hidden_size") or layer.hidden_size,
+        tuple(sorted(set(chosen))),
+        *(bool(given.get(name)) for name in _NORMS),
+    )
+    _check(found, target)
+    return found
+
+
+def _check(settings: Settings, target: Any) -> None:
+    layer, num_layers = settings.layer, target.num_hidden_layers
+    if settings.target_hidden_size != target.hidden_size:
+        raise ModelLoadError(
+            f"is for states of {settings.target_hidden_size}, and the target has {target.hidden_size}"
+        )
+    if layer.vocab_size != target.vocab_size:
+        raise ModelLoadError(
+            f"is for a vocabulary of {layer.vocab_size}, and the target has {target.vocab_size}"
+        )
+    if outside := [number for number in settings.layer_ids if not 0 <= number < num_layers]:
+        raise ModelLoadError(f"reads what enters layer {outside[0]}, and the target has {num_layers}")
+    if layer.num_hidden_layers != 1:
+        raise ModelLoadError(f"has {layer.num_hidden_layers} layers, and EAGLE-3 has one")
+    kind = (layer.rope_parameters or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ModelLoadError(f"its rope_type {kind!r} changes with the length, which cached keys cannot")
+
+
+class _Attention(nn.Module):
+    """Reads an embedding and a state side by side."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, num_heads, num_kv_heads = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+        )
+        has_bias, self.head_dim = config.attention_bias, config.head_dim or size // num_heads
+        self.q_proj = nn.Linear(2 * size, num_heads * self.head_dim, bias=has_bias)
+        self.k_proj = nn.Linear(2 * size, num_kv_heads * self.head_dim, bias=has_bias)
+        self.v_proj = nn.Linear(2 * size, num_kv_heads * self.head_dim, bias=has_bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, size, bias=has_bias)
+        normed = config.model_type == "qwen3"
+        self.q_norm, self.k_norm = (
+            LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if normed else nn.Identity() for _ in range(2)
+        )
+        types = getattr(config, "layer_types", None) or ()
+        window = config.sliding_window if "sliding_attention" in types else None
+        self.scoring = Scoring(self.head_dim**-0.5, window)
+
+    def keys(self, read: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, num_kv_heads, num_tokens, head_dim] of what is read, [num_tokens, 2 * size]."""
+        return self._heads(self.k_proj, self.k_norm, read, rotary), self._heads(self.v_proj, None, read, None)
+
+    def forward(self, read: Tensor, rotary: tuple[Tensor, Tensor], packed: attention.Attend) -> Tensor:
+        """[num_tokens, size]."""
+        query, (key, value) = self._heads(self.q_proj, self.q_norm, read, rotary), self.keys(read, rotary)
+        found: Tensor = self.o_proj(packed.attend(self, query, key, value, self.scoring)[0].flatten(1))
+        return found
+
+    def _heads(
+        self, project: nn.Module, norm: nn.Module | None, read: Tensor, rotary: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        found: Tensor = project(read).unflatten(-1, (-1, self.head_dim))
+        if norm is not None:
+            found = norm(found)
+        found = found.transpose(0, 1)[None]
+        return found if rotary is None else found * rotary[0] + rotate_half(found) * rotary[1]
+
+
+class _Layer(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        config = settings.layer
+        norm = functools.partial(LlamaRMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = norm(), norm(), norm()
+        self.self_attn, self.mlp = _Attention(config), _LAYERS[config.model_type](config)
+        self._adds_to_norm = settings.norm_before_residual
+
+    def read(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """What attention reads, [num_tokens, 2 * size]."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], dim=-1)
+
+    def forward(
+        self, states: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], packed: attention.Attend
+    ) -> Tensor:
+        """[num_tokens, size]."""
+        read = self.read(states, embedded)
+        before = read[:, embedded.shape[-1] :] if self._adds_to_norm else states
+        between = before + self.self_attn(read, rotary, packed)
+        found: Tensor = between + self.mlp(self.post_attention_layernorm(between))
+        return found
+
+
+class Eagle3(nn.Module):
+    """The drafter. Its parameters have the names that they have in files, but for its layer.
+
+    Args:
+        has_embedding: whether embeddings are its own.
+
+    Attributes:
+        target_ids: int64 [draft_vocab_size], of its own ids.
+        embedding: [vocab_size, size], its own or the target's.
+    """
+
+    target_ids: Tensor
+    embedding: Tensor
+
+    def __init__(self, settings: Settings, *, has_embedding: bool) -> None:
+        super().__init__()
+        self.settings, config = settings, settings.layer
+        size, num_read = config.hidden_size, len(settings.layer_ids)
+        norm = functools.partial(LlamaRMSNorm, eps=config.rms_norm_eps)
+        read_size = settings.target_hidden_size
+        self.fc = nn.Linear(num_read * read_size, size, bias=False)
+        self.input_norm = norm(num_read * read_size) if settings.norm_before_fc else nn.Identity()
+        self.fc_norm = nn.ModuleList(
+            norm(read_size) if settings.fc_norm else nn.Identity() for _ in range(num_read)
+        )
+        self.layer, self.norm = _Layer(settings), norm(size)
+        self.lm_head = nn.Linear(size, settings.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if has_embedding else None
+        with torch.device("cpu"):  # the others are filled from a file
+            self.rotary = LlamaRotaryEmbedding(config)
+
+    def reduced(self, states: Sequence[Tensor]) -> Tensor:
+        """[num_tokens, size], of the states that it reads, [num_tokens, target_hidden_size] of each layer."""
+        dtype = self.norm.weight.dtype  # some targets keep their states in another one
+        normed = [norm(each.to(dtype)) for norm, each in zip(self.fc_norm, states, strict=True)]
+        found: Tensor = self.fc(self.input_norm(torch.cat(normed, dim=-1)))
+        return found
+
+    def keys(self, states: Tensor, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the layer; arguments as of `forward`."""
+        read = self.layer.read(states, self._embedded(token_ids))
+        return self.layer.self_attn.keys(read, self._rotary(states, positions))
+
+    def forward(
+        self, states: Tensor, token_ids: Tensor, positions: Tensor, packed: attention.Attend
+    ) -> Tensor:
+        """[num_tokens, size], which logits and the next states are computed from.
+
+        Args:
+            states: [num_tokens, size] of the token before each one.
+            token_ids, positions: int64 [num_tokens].
+        """
+        found: Tensor = self.layer(states, self._embedded(token_ids), self._rotary(states, positions), packed)
+        return found
+
+    def logits(self, found: Tensor) -> Tensor:
+        """Float32 [num_tokens, draft_vocab_size], of what `forward` returns."""
+        logits: Tensor = self.lm_head(self.norm(found))
+        return logits.float()
+
+    def following(self, found: Tensor) -> Tensor:
+        """What the layer reads next, of what `forward` returned."""
+        return self.norm(found) if self.settings.norm_output else found
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        return nn.functional.embedding(token_ids, self.embedding)
+
+    def _rotary(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """A state and the token after it have the position of the state."""
+        found: tuple[Tensor, Tensor] = self.rotary(states, positions[None] - 1)
+        return found
+
+
+def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
+    """EAGLE-3 for a loaded model.
+
+    Raises:
+        ModelLoadError: it is none, it is another model's, or the engine does not compute what it does.
+    """
+    source = os.fspath(source)
+    with loading.errors_naming(source):
+        config = json.loads((Path(source) / "config.json").read_bytes())
+        settings = read_settings(config, model.config.get_text_config(decoder=True))
+        tensors = _read_tensors(Path(source))
+        offsets = tensors.pop("d2t", None)
+        own = "embed_tokens.weight" in tensors or settings.layer.hidden_size != settings.target_hidden_size
+        with torch.device("meta"):
+            drafter = Eagle3(settings, has_embedding=own)
+        _fill(drafter, tensors, model.dtype)
+        drafter = drafter.to(model.device).eval().requires_grad_(False)
+        drafter.target_ids = _target_ids(settings, offsets, num_embeddings(model)).to(model.device)
+        shared = drafter.embed_tokens or model.get_input_embeddings()
+        drafter.embedding = shared.weight.detach()  # no parameter of its own
+        pack_linears(drafter)
+        self_check(model, drafter)
+    return drafter
+
+
+def _read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of its files, with the layer's under one name."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    for path in () if found else sorted(directory.glob("pytorch_model*.bin")):
+        found |= torch.load(path, map_location="cpu", weights_only=True)
+    if not found:
+        raise ModelLoadError("no *.safetensors and no pytorch_model*.bin in this directory")
+    return {
+        name.removeprefix("model.").replace("midlayer.", "layer.").replace("layers.0.", "layer."): tensor
+        for name, tensor in found.items()
+        if name not in _UNREAD and not name.endswith("rotary_emb.inv_freq")
+    }
+
+
+def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Take all parameters from a file.
+
+    Raises:
+        ModelLoadError: one is missing or of another shape, or the file has one that is not known.
+    """
+    wanted = drafter.state_dict()
+    for problem, names in (
+        ("lacks", wanted.keys() - tensors.keys()),
+        ("has more than is known of EAGLE-3:", tensors.keys() - wanted.keys()),
+    ):
+        if names:
+            raise ModelLoadError(f"{problem} {', '.join(sorted(names)[:3])}")
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            shapes = f"{[*tensor.shape]}, and not {[*wanted[name].shape]}"
+            raise ModelLoadError(f"{name} is {shapes}")
+    drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+
+
+def _target_ids(settings: Settings, offsets: Tensor | None, num_known: int) -> Tensor:
+    """The target's id of each of the drafter's, int64 [draft_vocab_size]."""
+    size = settings.draft_vocab_size
+    if offsets is None:
+        if size != settings.layer.vocab_size:
+            raise ModelLoadError(f"lacks d2t, for {size} of {settings.layer.vocab_size} tokens")
+        offsets = torch.zeros(size, dtype=torch.int64)
+    if offsets.shape != (size,):
+        raise ModelLoadError(f"d2t is {[*offsets.shape]}, and not [{size}]")
+    found = torch.arange(size) + offsets.to(torch.int64)
+    if int(found.min()) < 0 or int(found.max()) >= num_known or len({*found.tolist()}) < size:
+        raise ModelLoadError(f"d2t does not lead to {size} different ids of the target's {num_known}")
+    return found
+
+
+def self_check(model: Any, drafter: Eagle3) -> None:
+    """Compare logits of drafts through the engine, after chunks and a rollback, with those of whole passes.
+
+    Raises:
+        ModelLoadError: they differ.
+    """
+    attention.register()
+    tokens = loading.check_ids(model, _CHECK_TOKENS)
+    runner = Eagle3Runner(model, drafter, num_pages=2 * len(tokens), page_size=4)
+    first = len(tokens) // 2
+    with runner.new_sequence() as cache:
+        runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
+        cache.truncate(first)
+        runner.forward([Feed(cache, tokens[first:-_NUM_CHECKED])])
+        found: list[Tensor] = []
+        for token_id in tokens[-_NUM_CHECKED:]:
+            found.append(runner.advance([Feed(cache, [token_id])], found[-1] if found else None))
+    runner.close()
+    logits = torch.cat([drafter.logits(each) for each in found])
+    loading.check_logits(model, logits, _reference(model, drafter, tokens))
+
+
+@torch.inference_mode()
+def _reference(model: Any, drafter: Eagle3, tokens: Sequence[int]) -> Tensor:
+    """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, all of which are draft tokens but the
+    first: by passes over the whole text, without any cache."""
+    model.set_attn_implementation("eager")
+    try:
+        token_ids = torch.tensor(tokens, device=model.device)
+        shown = model.get_decoder()(
+            input_ids=token_ids[None, :-_NUM_CHECKED], use_cache=False, output_hidden_states=True
+        ).hidden_states
+    finally:
+        model.set_attn_implementation(attention.ATTENTION_NAME)
+    states = drafter.reduced([shown[number][0] for number in drafter.settings.layer_ids])
+    found = []
+    for _ in range(_NUM_CHECKED):
+        positions = torch.arange(1, len(states) + 1, device=model.device)
+        last = drafter(states, token_ids[positions], positions, _Whole())[-1:]
+        found.append(drafter.logits(last))
+        states = torch.cat([states, drafter.following(last)])
+    return torch.cat(found)
+
+
+class _Whole:
+    """Attention of a row to itself."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """See `attention.Attend`."""
+        behind = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+        sees = (behind >= 0) & (behind < (scoring.sliding_window or len(behind)))
+        found = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=sees.to(query.device), scale=scoring.scale, enable_gqa=True
+        )
+        return found.transpose(1, 2)
+
+
+class Eagle3Runner(ModelRunner):
+    """As `ModelRunner`; fills the pages for EAGLE-3, and runs it.
+
+    Args:
+        drafter: of the model.
+
+    Attributes:
+        drafting: this runner, for what drafts with it; see `PacedRunner`.
+        draft_vocab_size: tokens that are ever drafted.
+    """
+
+    def __init__(
+        self, model: Any, drafter: Eagle3, *, num_pages: int | Callable[[int], int], page_size: int = 16
+    ) -> None:
+        self._drafter, self.draft_vocab_size = drafter, drafter.settings.draft_vocab_size
+        self._seen: dict[int, Tensor] = {}  # by layer, what entered it in the latest pass
+        layers = model.get_decoder().layers
+        self._noted = [
+            layers[number].register_forward_pre_hook(functools.partial(self._note, number), with_kwargs=True)
+            for number in drafter.settings.layer_ids
+        ]
+        self.drafting = self
+        super().__init__(model, num_pages=num_pages, page_size=page_size)
+        self.attention_path = "views"
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for each in self._noted:
+            each.remove()
+
+    def _note(self, number: int, module: nn.Module, args: Any, keywords: Any) -> None:
+        self._seen[number] = args[0] if args else keywords["hidden_states"]
+
+    def _reduced(self) -> Tensor:
+        """Of the latest pass, [num_tokens, size]."""
+        return self._drafter.reduced(
+            [self._seen.pop(number)[0] for number in self._drafter.settings.layer_ids]
+        )
+
+    @torch.inference_mode()
+    def _probe(self) -> Probe:
+        probe, states = super()._probe(), self._reduced()
+        token = torch.ones(1, dtype=torch.int64, device=self.device)
+        key, value = self._drafter.keys(states, token, token)
+        layer = self._drafter.layer.self_attn
+        num_heads = layer.q_proj.out_features // layer.head_dim
+        probe.shapes[layer] = LayerShape(key[0, :, 0], value[0, :, 0], num_heads, layer.scoring)
+        probe.shapes[self._drafter] = LayerShape(states, states.new_empty(1, 0), 1, Scoring(1.0))
+        return probe
+
+    @property
+    def _known(self) -> LayerCache:
+        """The states that the target has shown, as keys of one head; there are no values."""
+        return self._layers[self._drafter]
+
+    def _run_packed(self, batch: Batch) -> Tensor:
+        logits = super()._run_packed(batch)
+        slots, before, token_ids, positions = (
+            to_device(part, self.device)
+            for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
+        )
+        self._known.keys[slots, 0] = self._reduced()
+        # No state comes before a first token, whose key is computed of another one and never read.
+        key, value = self._drafter.keys(self._known.keys[before, 0], token_ids, positions)
+        self._layers[self._drafter.layer.self_attn].write(slots, key, value)
+        return logits
+
+    @torch.inference_mode()
+    def advance(self, feeds: Sequence[Feed], states: Tensor | None) -> Tensor:
+        """Append tokens to caches, without the target: keys and values of its layers are not there.
+
+        Args:
+            feeds: sequences of this runner with one token at least, and their draft tokens.
+            states: what a call before returned for the token before each of these, [num_tokens, size]; None
+                where the target has computed it.
+
+        Returns:
+            [num_tokens, size], which the logits after each token are computed from.
+
+        Raises:
+            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths that
+                they had before.
+        """
+        with self._packer.packed(feeds) as batch:
+            self._copy(batch)
+            slots, before, token_ids, positions = (
+                to_device(part, self.device)
+                for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
+            )
+            given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
+            _, segments = without_first(batch, 1)
+            packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+            found: Tensor = self._drafter(given, token_ids, positions, packed)
+            return found
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """Float32 [n, vocab_size]; -inf for tokens that are never drafted."""
+        logits = self._drafter.logits(states)
+        found = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        return found.index_copy_(1, self._drafter.target_ids, logits)

@@ -1,0 +1,1 @@
+"""`specwire train-eagle3`; see `training`."""

@@ -1,0 +1,165 @@
+"""`specwire train-eagle3`: from a target and a text to an EAGLE-3, in SafeAILab's layout.
+
+The target runs windows of the text, and the EAGLE-3 learns its distributions (`unrolled`). Embeddings are the
+target's; the output layer begins as the target's. Now and then all is saved, so that an interrupted training
+goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from specwire import embedded
+from specwire.config.models import EMBEDDED
+from specwire.engine.boot import model_directory
+from specwire.engine.heads.files import replace_file
+from specwire.engine.model.eagle3 import Eagle3, read_settings
+from specwire.engine.model.fingerprint import weights_fingerprint
+from specwire.support import IntArray
+from tools.eagle3.config import TrainEagle3Config
+from tools.eagle3.unrolled import loss_of
+from tools.heads.states import Kept
+from tools.heads.training import Bar, load_target, text_name, token_ids_of
+
+_WINDOW, _NUM_WINDOWS = 128, 16
+"""Tokens of a step."""
+_RATE, _WARMUP = 2e-3, 0.02
+_SAVE_STEPS = 50
+_PARTIAL = "training.pt"
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def train(config: TrainEagle3Config, bar: Bar) -> Path:
+    """Train an EAGLE-3 and write it; returns its directory.
+
+    Raises:
+        ConfigError: the text is too short, or is no UTF-8.
+        ModelLoadError: the target cannot be loaded, or has no tokenizer.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    source = str(embedded.TARGET_DIR) if config.target == EMBEDDED else config.target
+    text = token_ids_of(config, source, _WINDOW)
+    model = load_target(source)
+    made = _config(model, config.draft_vocab_size)
+    drafter = _new(model, made, _most_frequent(text, made["vocab_size"], made["draft_vocab_size"]))
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    of = weights_fingerprint(model_directory(source))
+    name = f"{of} {text_name(text)} {config.depth} {config.steps} {made['draft_vocab_size']}"
+    _fit(model, drafter, torch.from_numpy(text), config, Kept(out, name), bar)
+    tensors = {
+        name.replace("layer.", "midlayer.", 1): weight.detach() for name, weight in drafter.named_parameters()
+    }
+    tensors["d2t"] = drafter.target_ids - torch.arange(len(drafter.target_ids))
+    tensors["t2d"] = torch.isin(torch.arange(made["vocab_size"]), drafter.target_ids)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(made, indent=2))
+    (out / _PARTIAL).unlink(missing_ok=True)
+    return out
+
+
+def _config(model: Any, draft_vocab_size: int) -> dict[str, Any]:
+    """One Llama layer as wide as the target, reading three of its states."""
+    text = model.config.get_text_config(decoder=True)
+    size, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
+    deep = (2, num_layers // 2, num_layers - 3)
+    read = deep if num_layers > 6 else (min(1, num_layers - 1), num_layers // 2, num_layers - 1)
+    made: dict[str, Any] = LlamaConfig(
+        architectures=["LlamaForCausalLMEagle3"],
+        hidden_size=size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * size,
+        num_hidden_layers=1,
+        num_attention_heads=num_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(text, "head_dim", None) or size // num_heads,
+        vocab_size=text.vocab_size,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
+        tie_word_embeddings=False,
+        dtype="float32",
+    ).to_dict()
+    most = min(draft_vocab_size or text.vocab_size, text.vocab_size)
+    named = {"eagle_aux_hidden_state_layer_ids": sorted(set(read))}
+    return made | {"draft_vocab_size": most, "eagle_config": named}
+
+
+def _most_frequent(text: IntArray, vocab_size: int, most: int) -> Tensor:
+    """int64 [most], in ascending order."""
+    counts = np.bincount(text, minlength=vocab_size)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int64))
+
+
+def _new(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:
+    torch.manual_seed(0)
+    settings = read_settings(made, model.config.get_text_config(decoder=True))
+    drafter = Eagle3(settings, has_embedding=False)
+    drafter.target_ids, drafter.embedding = target_ids, model.get_input_embeddings().weight.detach()
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(model.get_output_embeddings().weight[target_ids])
+    return drafter
+
+
+def _fit(model: Any, drafter: Eagle3, text: Tensor, config: TrainEagle3Config, kept: Kept, bar: Bar) -> None:
+    """All steps, those before an interruption included: matrices by Muon, the rest by AdamW."""
+    inside = [each for name, each in drafter.named_parameters() if each.ndim == 2 and "lm_head" not in name]
+    known = {id(each) for each in inside}
+    others = [each for each in drafter.parameters() if id(each) not in known]
+    optimizers: Optimizers = (
+        torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
+    )
+    num_done = _restore(kept, drafter, optimizers)
+    with bar("steps", config.steps) as advance:
+        advance(num_done)
+        for step in range(num_done, config.steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, drafter, _windows(text, step), config.depth)
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_([*inside, *others], 1.0)
+            progress = step / config.steps
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = _RATE * min(1.0, (progress + 1e-3) / _WARMUP, 2 * (1 - progress))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            advance(1)
+            if (step + 1) % _SAVE_STEPS == 0:
+                _save(kept, step + 1, drafter, optimizers)
+
+
+def _windows(text: Tensor, step: int) -> Tensor:
+    """Those of a step, int64 [_NUM_WINDOWS, _WINDOW]."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - _WINDOW + 1, (_NUM_WINDOWS,), generator=generator)
+    return text[starts[:, None] + torch.arange(_WINDOW)]
+
+
+def _save(kept: Kept, num_done: int, drafter: Eagle3, optimizers: Optimizers) -> None:
+    data = io.BytesIO()
+    done = {"name": kept.name, "num_done": num_done, "drafter": drafter.state_dict()}
+    torch.save(done | {"optimizers": [each.state_dict() for each in optimizers]}, data)
+    replace_file(kept.directory / _PARTIAL, data.getvalue())
+
+
+def _restore(kept: Kept, drafter: Eagle3, optimizers: Optimizers) -> int:
+    """Steps of an interrupted training of this name, whose result the drafter becomes."""
+    partial = kept.directory / _PARTIAL
+    found: dict[str, Any] = torch.load(partial) if partial.is_file() else {"name": ""}
+    if found["name"] != kept.name:
+        return 0
+    drafter.load_state_dict(found["drafter"])
+    for optimizer, state in zip(optimizers, found["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    return int(found["num_done"])
