@@ -41,13 +41,9 @@ def to_proto(
     laid_out = [chains.laid_out(each) for each in proposals]
     num_tokens = [len(token_ids) for token_ids, _ in laid_out]
     parents = [() if each.leaves else each.parents for each in proposals]
-    message = common_pb2.Proposals(
-        num_tokens=num_tokens,
-        token_ids=columns.pack((token_ids for token_ids, _ in laid_out), "<i4"),
-        parent_indices=columns.pack_parents(parents, num_tokens),
-    )
-    if any(each.leaves for each in proposals):
-        message.num_chains.extend([len(each.leaves) or 1 for each in proposals])
+    message = common_pb2.Proposals(parent_indices=columns.pack_parents(parents, num_tokens))
+    columns.add_lists(message, "num_tokens", "token_ids", [token_ids for token_ids, _ in laid_out], "<i4")
+    columns.add_unusual(message, "num_chains", [len(each.leaves) or 1 for each in proposals], 1)
     if any(own for _, own in laid_out):
         supports = [each for token_ids, own in laid_out for each in own or [NO_SUPPORT] * len(token_ids)]
         _add_supports(message, supports, support_len, with_probs=with_probs)
@@ -112,13 +108,9 @@ def each_from_proto(
         InvalidRequestError: the columns do not fit each other.
     """
     num = len(base_lens)
-    columns.check_lengths(message, num, "num_tokens")
-    num_tokens, total = columns.counts_of("num_tokens", message.num_tokens)
-    token_ids = columns.unpack("token_ids", message.token_ids, total, "<i4")
+    num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<i4")
     parents = columns.split_parents(message.parent_indices, num_tokens)
-    num_chains = message.num_chains or [1] * num
-    if message.num_chains:
-        columns.check_lengths(message, num, "num_chains")
+    num_chains = columns.read_unusual(message, "num_chains", num, 1)
     drawn = _Drawn.of(message, token_ids, with_probs=with_probs)
     try:
         drawn.check(vocab_size)
@@ -278,15 +270,14 @@ def _merged(proposal: Proposal, num_chains: int) -> Proposal:
 
 
 def paths_of(
-    message: draft_pb2.PreparedProposals | verify_pb2.AheadProposals, vocab_size: int
+    message: draft_pb2.PreparedProposals | verify_pb2.AheadProposals, num: int, vocab_size: int
 ) -> list[Sequence[int]]:
     """The path of each proposal: the tokens between its `base_lens` and it.
 
     Raises:
         InvalidRequestError: columns that do not fit each other, or tokens outside the vocabulary.
     """
-    path_lens, total = columns.counts_of("path_lens", message.path_lens)
-    token_ids = columns.unpack("path_token_ids", message.path_token_ids, total)
+    path_lens, token_ids = columns.read_lists(message, num, "path_lens", "path_token_ids", "<u4")
     check_token_ids("path_token_ids", token_ids, vocab_size)
     return columns.split(token_ids.tolist(), path_lens)
 
