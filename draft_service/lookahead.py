@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 
 from draft_service.chains import ChainsJob
 from draft_service.drafter import DraftJob, LeavesJob, PeekJob, TreeJob
-from draft_service.inner.jobs import InnerJob
-from draft_service.inner.stream import InnerStream
+from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.lessons import Lesson
 from draft_service.strings import StringJob
 from draft_service.translation import Committed, Transcript
