@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider
+from draft_service.inner import hierarchy as hierarchies
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.inner.model import ModelDrafter
