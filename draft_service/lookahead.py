@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from draft_service.chains import ChainsJob
@@ -306,13 +307,9 @@ class Lookahead:
             if not branch.done:
                 self._engine.promote(branch.job)
         request.root = self._root = branch
-        self._commit_inner(request.order)
-
-    def _commit_inner(self, order: DraftOrder) -> None:
-        """Tell the inner drafter what is committed, once the sequence holds it."""
-        if (inner := self._inner) is not None:
-            length = order.base_len + len(order.token_ids)
-            self._engine.run_soon(lambda: inner.commit(self._sequence, order.base_len, length))
+        if self._inner is not None:  # once the sequence holds what is committed
+            base_len, length = request.order.base_len, request.order.base_len + len(request.order.token_ids)
+            self._engine.run_soon(partial(self._inner.commit, self._sequence, base_len, length))
 
     def _is_served(self, request: Request) -> bool:
         """Whether its proposal is there.
@@ -345,12 +342,15 @@ class Lookahead:
         Raises:
             SpecwireError: it cannot be run at all.
         """
+        committed = None
+        if self._transcript is not None:
+            committed = self._transcript.commit(order.base_len, order.token_ids, self._drafted)
         branch = Branch(
             self._job(
                 self._sequence,
                 order.base_len,
                 order.token_ids,
-                committed=self._committed(order),
+                committed=committed,
                 num_draft_tokens=order.num_draft_tokens,
                 max_depth=order.max_depth,
                 num_candidates=NUM_RANKS if order.prepare or order.max_depth else 0,
@@ -373,22 +373,19 @@ class Lookahead:
     ) -> DraftJob:
         """Drafts a tree, or a chain or several if its depth is 0; other arguments as of `DraftJob`."""
         fields |= {"vocab_limit": self._vocab_limit, "committed": committed}
-        if num_chains > 1 and fields["num_draft_tokens"]:
-            return ChainsJob(sequence, base_len, token_ids, num_chains=num_chains, **fields)
-        if not (max_depth and fields["num_draft_tokens"]):
-            is_text = committed is not None and bool(fields["num_draft_tokens"]) and _is_plain(sequence)
-            if self._inner is not None:
-                return InnerJob(sequence, base_len, token_ids, inner=self._inner, **fields)
-            kind = StringJob if is_text else DraftJob
-            return kind(sequence, base_len, token_ids, **fields)
-        growth = TreeGrowth(fields["num_draft_tokens"], max_depth, self._forecast.calibration)
-        return TreeJob(sequence, base_len, token_ids, growth=growth, **fields)
-
-    def _committed(self, order: DraftOrder) -> Committed | None:
-        """All tokens that a request commits, where the draft has another vocabulary."""
-        if self._transcript is None:
-            return None
-        return self._transcript.commit(order.base_len, order.token_ids, self._drafted)
+        kind: type[DraftJob] = DraftJob
+        num_wanted = fields["num_draft_tokens"]
+        # What a token of text is worth is known where nothing changes the logits of single tokens.
+        is_text = committed is not None and sequence.params.greedy and not sequence.encoded.traits & EDITED
+        if num_wanted and num_chains > 1:
+            kind, fields["num_chains"] = ChainsJob, num_chains
+        elif num_wanted and max_depth:
+            kind, fields["growth"] = TreeJob, TreeGrowth(num_wanted, max_depth, self._forecast.calibration)
+        elif self._inner is not None:
+            kind, fields["inner"] = InnerJob, self._inner
+        elif num_wanted and is_text:
+            kind = StringJob
+        return kind(sequence, base_len, token_ids, **fields)
 
     @property
     def _drafted(self) -> Sequence[int]:
@@ -544,11 +541,6 @@ class Lookahead:
             self._close([branch])
         else:
             self._branches.append(branch)
-
-
-def _is_plain(sequence: TokenSequence) -> bool:
-    """Greedy, and neither biases nor penalties change the logits of single tokens."""
-    return sequence.params.greedy and not sequence.encoded.traits & EDITED
 
 
 def _of_tree(job: TreeJob, least: float) -> list[Likely]:

@@ -39,7 +39,20 @@ _METHOD = "specwire.v1.DraftService/Draft"
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends."""
+    """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends.
+
+    Args:
+        max_support: entries of a support.
+        limits: of all streams together.
+
+    Attributes: what all streams share.
+        max_outcomes: most that may be prepared at a time; 0 for none.
+        support_len: length that all supports are padded to.
+        forecasts: learnt from sequences that sample in the same way.
+        shared: of a draft with another vocabulary than the target.
+        hierarchy: of a draft with a drafter of its own.
+        learner: of a draft that learns.
+    """
 
     def __init__(
         self,
@@ -54,19 +67,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         hierarchy: Hierarchy | None = None,
         learner: Learner | None = None,
     ) -> None:
-        self._service = service
-        self._tracer = tracer
-        self._trace_detail = trace_detail
-        self._limits = limits or Limits()
-        self._settings = _Settings(
-            max_outcomes,
-            min(max_support, service.info.vocab_size),
-            defaultdict(SharedForecast),
-            self._spans,
-            shared,
-            hierarchy,
-            learner,
-        )
+        self.max_outcomes = max_outcomes
+        self.support_len = min(max_support, service.info.vocab_size)
+        self.forecasts: defaultdict[str, SharedForecast] = defaultdict(SharedForecast)
+        self.shared, self.hierarchy, self.learner = shared, hierarchy, learner
+        self._service, self._limits = service, limits or Limits()
+        self._tracer, self._trace_detail = tracer, trace_detail
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
         await self.stream(context).serve(requests)
@@ -74,9 +80,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def stream(self, context: Any) -> DraftStream:
         """Of a call, which has its `write` and its caller."""
         caller = listening.caller(context)
-        return DraftStream(self._service, context.write, self._limits, caller, self._settings)
+        return DraftStream(self._service, context.write, self._limits, caller, self)
 
-    def _spans(self, message: common_pb2.OpenSequence) -> SequenceSpans:
+    def spans_of(self, message: common_pb2.OpenSequence) -> SequenceSpans:
+        """Of a sequence."""
         headers = message.trace_headers.items()
         return SequenceSpans.of(self._tracer, "draft", _METHOD, headers, is_detailed=self._trace_detail)
 
@@ -87,35 +94,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             model=wire.model_info_to_proto(
                 dataclasses.replace(
                     self._service.info,
-                    prepares_outcomes=self._settings.max_outcomes > 0,
-                    learning=self._settings.learner.learning if self._settings.learner else None,
+                    prepares_outcomes=self.max_outcomes > 0,
+                    learning=self.learner.learning if self.learner else None,
                 )
             ),
             status=self._service.status(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What all streams of a service share.
-
-    Attributes:
-        max_outcomes: most that may be prepared at a time; 0 for none.
-        support_len: length that all supports are padded to.
-        forecasts: learnt from sequences that sample in the same way.
-        spans_of: makes the spans of a sequence.
-        shared: of a draft with another vocabulary than the target.
-        hierarchy: of a draft with a drafter of its own.
-        learner: of a draft that learns.
-    """
-
-    max_outcomes: int
-    support_len: int
-    forecasts: defaultdict[str, SharedForecast]
-    spans_of: Callable[[common_pb2.OpenSequence], SequenceSpans]
-    shared: SharedVocabulary | None
-    hierarchy: Hierarchy | None
-    learner: Learner | None
 
 
 @dataclass(eq=False, slots=True)
@@ -155,10 +139,10 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         write: Callable[[Any], Any],
         limits: Limits,
         caller: Principal,
-        settings: _Settings,
+        servicer: DraftServicer,
     ) -> None:
         super().__init__(service, write, limits, caller)
-        self._settings = settings
+        self._servicer = servicer
         self._window = PushWindow()
         self._to_advance: dict[int, None] = {}  # sequences with results that they are to work ahead from
         self._to_push: dict[int, None] = {}  # sequences that may have prepared proposals; longest first
@@ -166,20 +150,20 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     # --- requests -------------------------------------------------------------------------------------
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _Drafting:
-        learner, shared, hierarchy = self._settings.learner, self._settings.shared, self._settings.hierarchy
+        learner, shared, hierarchy = self._servicer.learner, self._servicer.shared, self._servicer.hierarchy
         lookahead = Lookahead(
             self.service.engine,
             tokens,
             sequence_id=message.sequence_id,
             vocab_limit=message.vocab_limit,
-            forecast=Forecast(self._settings.forecasts[_kind(tokens.params)]),
+            forecast=Forecast(self._servicer.forecasts[_kind(tokens.params)]),
             sink=self._settle,
             answer=self._answered,
             transcript=Transcript(shared, self.service.info.context_len) if shared else None,
             inner=hierarchy.open(tokens.params) if hierarchy else None,
             lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
-        return _Drafting(lookahead, self._settings.spans_of(message))
+        return _Drafting(lookahead, self._servicer.spans_of(message))
 
     def received(self, message: draft_pb2.DraftRequest) -> None:
         received_ns = clock.stopwatch_ns()
@@ -213,11 +197,11 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             return order
         if order.num_chains > 1:
             return order._replace(prepare=None)
-        if (self._settings.shared or params.grammar) and not params.matches_tokens:
+        if (self._servicer.shared or params.grammar) and not params.matches_tokens:
             # How long a branch takes would depend on tokens that are not judged yet: how many of the draft's
             # own tokens they are, or what the grammar does with them: "Time and tokens" in docs/exactness.md.
             return order._replace(prepare=None)
-        most = self._settings.max_outcomes
+        most = self._servicer.max_outcomes
         if not most:
             raise UnsupportedError("prepare", "set", "this service prepares no outcomes")
         self._check_depth("prepare.max_depth", order.prepare.max_depth, params)
@@ -237,7 +221,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             raise UnsupportedError("num_chains", num_chains, f"not under rule {params.rule}")
         if not self.service.info.trees:
             raise UnsupportedError("num_chains", num_chains, "this service drafts one chain only")
-        if self._settings.shared:
+        if self._servicer.shared:
             raise UnsupportedError("num_chains", num_chains, "not with another vocabulary than the target's")
 
     def fail(self, sequence_id: int, error: SpecwireError) -> None:
@@ -302,7 +286,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         prepared: Sequence[PreparedAnswer],
         errors: Sequence[common_pb2.SequenceError] = (),
     ) -> draft_pb2.DraftResponse:
-        incarnation, support_len = self.service.info.incarnation, self._settings.support_len
+        incarnation, support_len = self.service.info.incarnation, self._servicer.support_len
         return draft_wire.response_to_proto(answers, prepared, errors, incarnation, support_len)
 
     def next_message(self) -> draft_pb2.DraftResponse | None:
@@ -335,7 +319,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         """About the bytes of a prepared proposal."""
         assert branch.proposal is not None
         num_tokens, num_supports = len(branch.proposal.token_ids), len(branch.proposal.supports)
-        return 32 + 4 * (len(branch.path) + num_tokens) + 8 * self._settings.support_len * num_supports
+        return 32 + 4 * (len(branch.path) + num_tokens) + 8 * self._servicer.support_len * num_supports
 
     async def write(self, message: draft_pb2.DraftResponse) -> None:
         if message.HasField("prepared"):
