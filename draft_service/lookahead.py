@@ -120,17 +120,16 @@ class Branch:
             return
         tree = self.job if isinstance(self.job, TreeJob) else None
         num_known = tree.growth.num_nodes if tree else len(self.candidates)
-        if num_known > self.num_listed:
-            self.num_listed = num_known
-            least = MIN_WORTH / self.worth
-            likely = _of_tree(tree, least) if tree else self._of_chain(forecast, least)
-            self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
-
-    def _of_chain(self, forecast: Forecast, least: float) -> list[Likely]:
-        assert self.proposal is not None
-        drafted = tuple(self.proposal.token_ids)
-        likely = forecast.outcomes(len(drafted), self.candidates, least)
-        return [Likely(o.probability, (*drafted[: o.num_accepted], o.next_token)) for o in likely]
+        if num_known <= self.num_listed:
+            return
+        self.num_listed, least = num_known, MIN_WORTH / self.worth
+        if tree:
+            likely = _of_tree(tree, least)
+        else:
+            drafted = tuple(self.proposal.token_ids)
+            found = forecast.outcomes(len(drafted), self.candidates, least)
+            likely = [Likely(o.probability, (*drafted[: o.num_accepted], o.next_token)) for o in found]
+        self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
     def take_outcome(self) -> Likely:
         """Remove the likeliest outcome, to make a branch for it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from specwire.config.services import VerifyConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, num_in_common
 from specwire.engine import chosen
-from specwire.engine.batch import Feed, Feeds
+from specwire.engine.batch import Feed
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
@@ -64,9 +64,11 @@ class ModelDrafts(GrownDrafts):
         for each in fitting:
             self._follow(each)
         caught_up = self._caught_up(fitting)
-        kinds = {each: chosen.kind_of(each.sequence.encoded) for each in caught_up if _is_long_chain(each)}
+        # A token alone is chosen as fast by the host.
+        chains = [each for each in caught_up if each.num_ranked == 1 and each.growth.max_depth > 1]
+        kinds = {each: chosen.kind_of(each.sequence.encoded) for each in chains}
         for kind in {*kinds.values()} if self._runner.can_decode else ():
-            alike = [each for each in caught_up if kinds.get(each) == kind]
+            alike = [each for each in chains if kinds[each] == kind]
             if kind is not None and self._decoded(kind, alike):
                 caught_up = [each for each in caught_up if each not in alike]
         super().grow(caught_up)
@@ -168,15 +170,10 @@ class ModelDrafts(GrownDrafts):
     def _forward(self, feeds: Sequence[Feed]) -> Tensor:
         """One pass; memory that it lacks is taken from sequences that are not in it."""
         try:
-            return self._runner.forward(Feeds.of(feeds))
+            return self._runner.forward(feeds)
         except ResourceExhaustedError:
             needed = {id(feed.cache) for feed in feeds}
             for own in self._followers.values():
                 if id(own.cache) not in needed:
                     own.cache.truncate(0)
-            return self._runner.forward(Feeds.of(feeds))
-
-
-def _is_long_chain(growing: Growing) -> bool:
-    """A token alone is chosen as fast by the host."""
-    return growing.num_ranked == 1 and growing.growth.max_depth > 1
+            return self._runner.forward(feeds)

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from specwire.core import Verdict
-from specwire.engine.batch import Feed, Feeds
+from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.layers.blocks import Blocks
 from verify_service.grown import Growing, Node
@@ -65,7 +65,7 @@ class LayersDrafts(PagedDrafts):
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`: one token of each sequence."""
-        feeds = Feeds.of([Feed(node.of.sequence.cache, [node.token_id]) for node in nodes])
+        feeds = [Feed(node.of.sequence.cache, [node.token_id]) for node in nodes]
         return self._runner.forward_without(self._left_out, feeds)
 
     def open_after(self, growing: Growing) -> list[int]:

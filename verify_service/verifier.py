@@ -99,12 +99,6 @@ class VerifyJob(Job):
             goes_on=True,
         )
 
-    def ask_masks(self) -> None:
-        """Of its rows."""
-        if self.sequence.grammar is not None:
-            tokens = self.sequence.tokens[: self.committed_len]
-            self.masks = self.sequence.masks(tokens, self.proposal.token_ids, self.proposal.parents)
-
 
 class Reported(NamedTuple):
     """Of a request that reports log probabilities.
@@ -202,7 +196,9 @@ class VerifyDecider:
         """One case for each job."""
         verifies = [job for job in jobs if isinstance(job, VerifyJob)]
         for job in verifies:
-            job.ask_masks()
+            if job.sequence.grammar is not None:
+                tokens, drafted = job.sequence.tokens[: job.committed_len], job.proposal
+                job.masks = job.sequence.masks(tokens, drafted.token_ids, drafted.parents)
         return Cases.of(verifies)
 
     def decide(self, cases: Cases, logits: Tensor) -> Results:
@@ -264,7 +260,9 @@ class VerifyDecider:
             verdict = Verdict(job.committed_len, token_ids[start:end], target_probs, tails, logprobs)
             error = job.masks.error if job.masks is not None else None
             # Of rows that the rule does not reach nothing may be told: see `acceptance.accept`.
-            job.result = error or (verdict if token_ids[start] != NO_TOKEN else _not_finite())
+            if error is None and token_ids[start] == NO_TOKEN:
+                error = InternalError("the target's logits are not finite")
+            job.result = error or verdict
             start = end
 
 
@@ -273,8 +271,12 @@ def _evaluate(log_probs: Tensor, cases: Cases) -> Results:
     matched, sampled = cases.rows.having(MATCHED), cases.rows.having(MATCHED, wanted=False)
     # A row's maximum is not finite where its logits are not, or where the parameters made them so; single
     # entries of -inf do not show.
-    chosen, judged = _choose(log_probs, cases.rows, matched), _judge(log_probs, cases, sampled)
-    maxima, *results = to_host(log_probs.amax(dim=1), *chosen, *judged)
+    found = [log_probs.amax(dim=1)]
+    if matched is not None:
+        found.append(choose_matched(take_rows(log_probs, matched), cases.rows.take(matched)))
+    if sampled is not None:
+        found += _judge(log_probs, cases, sampled)
+    maxima, *results = to_host(*found)
     token_ids = np.empty(len(maxima), np.int64)
     target_probs, tail_mass = _NO_PROBS, _NO_MASS
     if matched is not None:
@@ -285,15 +287,8 @@ def _evaluate(log_probs: Tensor, cases: Cases) -> Results:
     return Results(token_ids, target_probs, tail_mass, {})
 
 
-def _choose(log_probs: Tensor, rows: Rows, places: Places | None) -> tuple[Tensor, ...]:
-    """Greedy and Gumbel: the target's own choice at each of some rows, int64 [num_places]."""
-    return () if places is None else (choose_matched(take_rows(log_probs, places), rows.take(places)),)
-
-
-def _judge(log_probs: Tensor, cases: Cases, places: Places | None) -> tuple[Tensor, ...]:
+def _judge(log_probs: Tensor, cases: Cases, places: Places) -> tuple[Tensor, ...]:
     """Rejection sampling: the results of `sampling.judge_support` for the sampled rows."""
-    if places is None:
-        return ()
     probs = take_rows(log_probs, places).exp()
     uniforms = uniforms_for(cases.rows.take(places), Purpose.TARGET, probs.device)
     support_ids = to_device(padded(cases.support_ids, cases.support_lens, -1), probs.device)
@@ -305,7 +300,3 @@ def _logprobs(reported: Reported, logits: Tensor, token_ids: IntArray) -> list[L
     each = zip(token_ids, reported.candidates, strict=True)
     candidates = [np.unique(found[found >= 0]) for own, ids in each for found in [np.append(ids, own)]]
     return position_logprobs(logits, candidates, reported.num_top)
-
-
-def _not_finite() -> InternalError:
-    return InternalError("the target's logits are not finite")

@@ -32,15 +32,11 @@ def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[s
     Raises:
         ModelLoadError: naming the model and the reason.
     """
-    _share_our_log()
-    return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
-
-
-def _share_our_log() -> None:
-    """A service's standard error is a log, and transformers' records belong into it like all others."""
+    # A service's standard error is a log, and transformers' records belong into it like all others.
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
+    return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
 
 
 def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
