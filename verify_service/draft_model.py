@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from specwire.config.services import VerifyConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, num_in_common
 from specwire.engine import chosen
 from specwire.engine.batch import Feed
+from specwire.engine.boot import ModelService
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
@@ -52,6 +53,12 @@ class ModelDrafts(GrownDrafts):
         self._runner, self._config, self._vocab_size = runner, config, vocab_size
         self.support_len = min(vocab_size, MAX_SUPPORT)
         self._followers: dict[TokenSequence, TokenSequence] = {}
+
+    @classmethod
+    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
+        """What `--draft-model` names."""
+        runner: Any = service.runner
+        return cls(runner.drafting, config, service.info.vocab_size, may_be_tree=service.info.trees)
 
     def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing for sequences near the end of the draft's context."""

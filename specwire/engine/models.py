@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,12 @@ from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import CudaReplay
+
+_RUNNERS: Mapping[str, Callable[..., Runner]] = {
+    MTP: lambda model, _, **pages: MtpRunner(model, mtp.load(model), **pages),
+    DFLASH: lambda model, directory, **pages: BlockRunner(model, block.load(directory, model), **pages),
+}
+"""Of a target whose drafts fill pages of their own, by their source; given its model and their argument."""
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
@@ -51,13 +58,9 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         return served, encoder_decoder.describe(halves, source)
     model = load_model(source, dtype=own_dtype, device=str(device))
     own = config.own
-    if own.source == MTP:
-        predicting = MtpRunner(model, mtp.load(model), num_pages=num_pages, page_size=config.page_len)
-        return predicting, describe(model, source)
-    if own.source == DFLASH:
-        drafter = block.load(own.argument, model)
-        drafting = BlockRunner(model, drafter, num_pages=num_pages, page_size=config.page_len)
-        return drafting, describe(model, source)
+    if make := _RUNNERS.get(own.source):
+        made = make(model, own.argument, num_pages=num_pages, page_size=config.page_len)
+        return made, describe(model, source)
     compiles = isinstance(replay, CudaReplay) and not config.batch_invariant and own.source != LAYERS
     paged = partial(ModelRunner, page_size=config.page_len, compiles=compiles)
     draft = _load_draft(config, device) if isinstance(config, VerifyConfig) and config.draft_model else None
