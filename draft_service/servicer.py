@@ -31,6 +31,7 @@ from specwire.rpc import listening
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
+from specwire.rpc.wire.proposals import num_bytes
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -308,18 +309,13 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
                 state, branches = sequence.state, list[Branch]()
                 for branch in state.lookahead.take_ready():
                     branches.append(branch)
-                    room -= self._num_bytes(branch)
+                    assert branch.proposal is not None
+                    room -= num_bytes(branch.path, branch.proposal, self._servicer.support_len)
                     if room <= 0:
                         self._to_push[sequence_id] = None
                         break
                 found += _prepared(sequence_id, state, branches)
         return found
-
-    def _num_bytes(self, branch: Branch) -> int:
-        """About the bytes of a prepared proposal."""
-        assert branch.proposal is not None
-        num_tokens, num_supports = len(branch.proposal.token_ids), len(branch.proposal.supports)
-        return 32 + 4 * (len(branch.path) + num_tokens) + 8 * self._servicer.support_len * num_supports
 
     async def write(self, message: draft_pb2.DraftResponse) -> None:
         if message.HasField("prepared"):

@@ -282,6 +282,12 @@ def paths_of(
     return columns.split(token_ids.tolist(), path_lens)
 
 
+def num_bytes(path: Sequence[int], proposal: Proposal, support_len: int) -> int:
+    """About the size of a proposal ahead in a message, whose supports have so many entries."""
+    num_supports = len(proposal.supports)
+    return 32 + 4 * (len(path) + len(proposal.token_ids)) + 8 * support_len * num_supports
+
+
 def check_path(base_len: int, path: Sequence[int]) -> None:
     """Refuse a proposal that follows what no sequence has.
 

@@ -92,12 +92,6 @@ class AheadOrder(NamedTuple):
     path: Sequence[int]
     proposal: Proposal
 
-    @property
-    def num_bytes(self) -> int:
-        """About its size in a message."""
-        num_tokens, support_len = len(self.proposal.token_ids), self.proposal.support_len
-        return 32 + 4 * (len(self.path) + num_tokens) + 8 * support_len * num_tokens
-
 
 class VerifyAnswer(NamedTuple):
     """The answer to a request.
