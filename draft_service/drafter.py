@@ -53,6 +53,7 @@ class DraftJob(Job):
         num_candidates: likeliest tokens to record at each position, besides the drafted one.
         committed: of a draft with another vocabulary, all tokens up to the draft, in the target's vocabulary,
             as is all that a job takes and gives. The sequence has the draft's own tokens.
+        draws: of several chains, the row, among the job's own, that the next token of each is drawn from.
         own_len: tokens of the sequence before the drafted ones.
         candidates: [num_draft_tokens][num_candidates], likeliest first.
     """
@@ -61,6 +62,7 @@ class DraftJob(Job):
     vocab_limit: int = 0
     num_candidates: int = 0
     committed: Committed | None = None
+    draws: Sequence[int] = field(init=False, default=())
     own_len: int = field(init=False, default=0)
     drafted: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
@@ -104,11 +106,6 @@ class DraftJob(Job):
     def own_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Drafted tokens as the sequence has them."""
         return token_ids if self.committed is None else self.committed.shared.to_draft(token_ids)
-
-    @property
-    def draws(self) -> Sequence[int]:
-        """Of a job with several chains: the row, among its own, that the next token of each is drawn from."""
-        return ()
 
     @property
     def num_ranked(self) -> int:

@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draft_service.grades import Decision, Grades
+from draft_service.grades import Grades
 from draft_service.lessons import Lesson, Window, Windows
 from specwire.config.services import DraftConfig
 from specwire.core import Learning
@@ -110,18 +110,13 @@ class Learner:
                 self._go_back()
         if grade is not None:
             self._grades.add(grade)
-            self._decide()
-
-    def _decide(self) -> None:
-        match self._grades.decide():
-            case Decision.REPLACE:
+            is_better = self._grades.decide()
+            if is_better:
                 self._student.publish()
                 self.version += 1
                 log.info("version %d of the draft's weights", self.version)
-            case Decision.GO_BACK:
+            elif is_better is not None:
                 self._go_back()
-            case Decision.WAIT:
-                pass
 
     def _go_back(self) -> None:
         self._student.go_back()

@@ -201,34 +201,19 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def _begin(self, sequence: OpenSequence[_State], following: Next, base_len: int) -> None:
         """Go on: in the background, since requests of other sequences come first."""
         begun = _Round(sequence, 0, following.continuation.ahead_id, None, Span(), following.proposal)
-        begun.job = VerifyJob(
-            sequence.tokens,
-            base_len,
-            following.token_ids,
-            proposal=following.proposal,
-            worth=1.0,
-            goes_on=True,
-            tag=begun,
-        )
-        begun.job.drafting = _drafting(begun)
+        job = VerifyJob(sequence.tokens, base_len, following.token_ids, worth=1.0, goes_on=True, tag=begun)
+        job.proposal, job.drafting, begun.job = following.proposal, _drafting(begun), job
         num_drafted = len(following.proposal.token_ids)
-        self.service.engine.submit(begun.job, self._judged, extra_len=num_drafted, background=True)
+        self.service.engine.submit(job, self._judged, extra_len=num_drafted, background=True)
         sequence.state.begun.append(begun)
 
     def _begin_again(self, begun: _Round) -> None:
         """In the foreground now, as there was no memory to work ahead in."""
         assert begun.job is not None
-        before = begun.job
-        begun.has_failed = False
-        begun.job = VerifyJob(
-            before.sequence,
-            before.base_len,
-            before.token_ids,
-            proposal=before.proposal,
-            drafting=before.drafting,
-            tag=begun,
-        )
-        self.service.engine.submit(begun.job, self._judged, extra_len=len(before.proposal.token_ids))
+        before, begun.has_failed = begun.job, False
+        job = VerifyJob(before.sequence, before.base_len, before.token_ids, tag=begun)
+        job.proposal, job.drafting, begun.job = before.proposal, before.drafting, job
+        self.service.engine.submit(job, self._judged, extra_len=len(job.proposal.token_ids))
 
     def _check_kind(self, proposal: Proposal, params: SamplingParams) -> None:
         """Refuse a proposal that the rule of its sequence does not judge, or this service.
@@ -309,10 +294,10 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     ) -> Continuation | None:
         """Note the round that the engine has begun after this one, if it has; None if nothing is proposed."""
         outcome, state = drafting.outcome, sequence.state
-        if outcome is None:
+        if outcome is None or not (following or drafting.proposal):
             return None
         if following is None:
-            return Continuation(0, outcome) if drafting.proposal else None
+            return Continuation(0, outcome)
         assert following.drafting is not None
         proposal, ahead_id = following.drafting.judged, following.drafting.ahead_id
         begun = _Round(sequence, 0, ahead_id, None, Span(), proposal, job=following)
@@ -370,10 +355,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 def _wanted(wanted: Wanted, *, is_drafted: bool) -> Wanted:
     """What is to follow the verdict; no proposal where the service does not draft."""
     for name, attribute in verify_wire.WANTED_COLUMNS.items():
-        value, most = (
-            getattr(wanted, attribute),
-            MAX_AHEAD if attribute == "num_plain" else MAX_NUM_DRAFT_TOKENS,
-        )
+        value = getattr(wanted, attribute)
+        most = MAX_AHEAD if attribute == "num_plain" else MAX_NUM_DRAFT_TOKENS
         if not 0 <= value <= most:
             raise InvalidRequestError(name, value, f"must lie in [0, {most}]")
     return wanted if is_drafted else replace(wanted, num_draft_tokens=0)
