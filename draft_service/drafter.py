@@ -20,7 +20,7 @@ from specwire.config.services import DraftConfig
 from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, num_in_common
 from specwire.engine import chosen
 from specwire.engine.cache.kv_cache import SequenceCache
-from specwire.engine.device import NO_DRAFTING, Drafting
+from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.drawn import NOTHING, Drawn
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
@@ -372,7 +372,7 @@ class DraftDecider:
             )
             if found:  # else the host chooses each token
                 num_nodes = (num_steps - 1) * len(caches)
-                self.drafting = Drafting(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
+                self.drafting = DraftCost(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
                 return found
         if self._scores is None:
             return [self._drawn(question, logits)]

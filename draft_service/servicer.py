@@ -104,7 +104,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 
 @dataclass(eq=False, slots=True)
-class _Drafting:
+class _State:
     """The state of a sequence.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Drafting:
         self.lookahead.close()
 
 
-class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
+class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
     """One coordinator's stream: answers, and prepared proposals between them.
 
     Prepared proposals are collected when the stream has room for them, so those that a request made useless
@@ -150,7 +150,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
 
     # --- requests -------------------------------------------------------------------------------------
 
-    def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _Drafting:
+    def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
         learner, shared, hierarchy = self._servicer.learner, self._servicer.shared, self._servicer.hierarchy
         lookahead = Lookahead(
             self.service.engine,
@@ -164,7 +164,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             inner=hierarchy.open(tokens.params) if hierarchy else None,
             lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
-        return _Drafting(lookahead, self._servicer.spans_of(message))
+        return _State(lookahead, self._servicer.spans_of(message))
 
     def received(self, message: draft_pb2.DraftRequest) -> None:
         received_ns = clock.stopwatch_ns()
@@ -177,7 +177,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
                 with self.failing(order.sequence_id):
                     self.when_ready(sequence, partial(self._requested, sequence, order, received_ns))
 
-    def _requested(self, sequence: OpenSequence[_Drafting], order: DraftOrder, received_ns: int) -> None:
+    def _requested(self, sequence: OpenSequence[_State], order: DraftOrder, received_ns: int) -> None:
         state = sequence.state
         order = self._checked(order, sequence.tokens.params)
         state.last = Request(order, received_ns, state.spans.serving(order.traceparent))
@@ -277,7 +277,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     # --- messages -------------------------------------------------------------------------------------
 
     def encoded(
-        self, answers: Sequence[tuple[_Drafting, Request]], errors: Sequence[common_pb2.SequenceError]
+        self, answers: Sequence[tuple[_State, Request]], errors: Sequence[common_pb2.SequenceError]
     ) -> draft_pb2.DraftResponse:
         return self._response([_answer(state, request) for state, request in answers], (), errors)
 
@@ -323,7 +323,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         await super().write(message)
 
 
-def _answer(state: _Drafting, request: Request) -> DraftAnswer:
+def _answer(state: _State, request: Request) -> DraftAnswer:
     order, job = request.order, request.job
     spent = serving.timings(job, request.received_ns, request.ahead_ns)
     state.spans.finish(request.span, job, spent)
@@ -337,7 +337,7 @@ def _answer(state: _Drafting, request: Request) -> DraftAnswer:
     )
 
 
-def _prepared(sequence_id: int, state: _Drafting, branches: Sequence[Branch]) -> list[PreparedAnswer]:
+def _prepared(sequence_id: int, state: _State, branches: Sequence[Branch]) -> list[PreparedAnswer]:
     """What is sent of these branches now."""
     if not branches:
         return []

@@ -142,7 +142,7 @@ class OwnDrafts(Protocol):
     """Proposes for all sequences of a step at once. Engine thread only.
 
     Attributes:
-        num_passes, num_nodes, prefill_ns: that the last proposals took, see `device.Drafting`.
+        num_passes, num_nodes, prefill_ns: that the last proposals took, see `device.DraftCost`.
     """
 
     num_passes: int

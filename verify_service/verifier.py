@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specwire.core import NO_TOKEN, Logprobs, Proposal, Verdict
-from specwire.engine.device import NO_DRAFTING, Drafting
+from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
@@ -234,7 +234,7 @@ class VerifyDecider:
             self.drafts.propose(drafted, judged.states)
             spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
             counts = self.drafts.num_passes, self.drafts.num_nodes
-            self.drafting = Drafting(*counts, spent_ns - prefill_ns, prefill_ns)
+            self.drafting = DraftCost(*counts, spent_ns - prefill_ns, prefill_ns)
         for job, each in going_on:
             each.judge()
             job.follow()

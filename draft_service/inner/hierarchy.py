@@ -19,7 +19,7 @@ from draft_service.drafter import DraftDecider
 from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.inner.model import ModelDrafter
 from draft_service.inner.pace import MOST_GUESSES, Look, Pace
-from draft_service.inner.text import TextDrafter
+from draft_service.inner.text import TextGuesser
 from specwire.config.services import DraftConfig
 from specwire.config.speculative import INNER_METHODS
 from specwire.core import SamplingParams
@@ -160,7 +160,7 @@ def _load(config: DraftConfig, vocab_size: int) -> InnerDrafter:
         ModelLoadError: the model cannot be loaded, or its tokenizer is not the draft's.
     """
     if config.inner in INNER_METHODS:
-        return TextDrafter(config.inner)
+        return TextGuesser(config.inner)
     source = boot.resolve(config.inner, "draft")
     _check_tokenizers(config, source)
     own = dataclasses.replace(

@@ -17,7 +17,7 @@ class TextMemory(History):
         """See `InnerDrafter.open`; it ends with the stream."""
 
 
-class TextDrafter:
+class TextGuesser:
     """See `InnerDrafter`.
 
     Args:

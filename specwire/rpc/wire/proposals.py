@@ -111,7 +111,7 @@ def each_from_proto(
     num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<i4")
     parents = columns.split_parents(message.parent_indices, num_tokens)
     num_chains = columns.read_unusual(message, "num_chains", num, 1)
-    drawn = _Drawn.of(message, token_ids, with_probs=with_probs)
+    drawn = _TokenColumns.of(message, token_ids, with_probs=with_probs)
     try:
         drawn.check(vocab_size)
         is_sound = True
@@ -132,7 +132,7 @@ def each_from_proto(
     return found
 
 
-class _Drawn(NamedTuple):
+class _TokenColumns(NamedTuple):
     """Tokens, and what they were drawn from; padding is left out.
 
     Attributes:
@@ -150,7 +150,7 @@ class _Drawn(NamedTuple):
     probs: FloatArray
 
     @classmethod
-    def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _Drawn:
+    def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _TokenColumns:
         """All of a message.
 
         Raises:
@@ -172,13 +172,13 @@ class _Drawn(NamedTuple):
             ids, probs = ids[is_entry], probs[is_entry] if num_probs else probs
         return cls(token_ids, sent_lens.tolist(), [0, *ends.tolist()], ids, probs)
 
-    def within(self, tokens: slice) -> _Drawn:
+    def within(self, tokens: slice) -> _TokenColumns:
         """Some of the tokens."""
         bounds = self.bounds[tokens.start : tokens.stop + 1] or [0]
         entries = slice(bounds[0], bounds[-1])
         bounds = [bound - bounds[0] for bound in bounds]
         ids, probs = self.ids[entries], self.probs[entries]
-        return _Drawn(self.token_ids[tokens], self.sent_lens[tokens], bounds, ids, probs)
+        return _TokenColumns(self.token_ids[tokens], self.sent_lens[tokens], bounds, ids, probs)
 
     def supports(self, tokens: slice) -> Sequence[Support]:
         """Of each of some tokens; copies, since a proposal that is kept must not keep all of its message.
