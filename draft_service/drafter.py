@@ -55,7 +55,8 @@ class DraftJob(Job):
             as is all that a job takes and gives. The sequence has the draft's own tokens.
         draws: of several chains, the row, among the job's own, that the next token of each is drawn from.
         own_len: tokens of the sequence before the drafted ones.
-        candidates: [num_draft_tokens][num_candidates], likeliest first.
+        candidates: [num_draft_tokens][num_candidates], likeliest first; and those of the position after the
+            proposal, once a `PeekJob` has found them.
     """
 
     num_draft_tokens: int = 0

@@ -73,7 +73,6 @@ class Branch:
         error: what its job failed with.
         pushed: the proposal was handed over.
         peeked: a job was submitted that finds the candidates after the whole proposal.
-        bonus: these candidates, likeliest first, once they are known.
         bonus_worths: worth of each of them while that job runs.
         outcomes: outcomes of its own proposal without a branch, likeliest last.
         taken: the tokens of the outcomes that have a branch, or had one.
@@ -88,7 +87,6 @@ class Branch:
     error: SpecwireError | None = None
     pushed: bool = False
     peeked: bool = False
-    bonus: list[int] | None = None
     bonus_worths: list[float] = field(default_factory=list)
     outcomes: list[Likely] = field(default_factory=list)
     taken: set[tuple[int, ...]] = field(default_factory=set)
@@ -102,12 +100,8 @@ class Branch:
             self.proposal = None if error else result
         else:
             self.bonus_worths = []
-            self.bonus = result if isinstance(job, PeekJob) and not error else None
-
-    @property
-    def candidates(self) -> list[list[int]]:
-        """By position of its proposal, and for the position after it where that is known."""
-        return self.job.candidates if self.bonus is None else [*self.job.candidates, self.bonus]
+            if isinstance(job, PeekJob) and not error:
+                self.job.candidates.append(result)
 
     @property
     def next_worth(self) -> float:
@@ -119,7 +113,7 @@ class Branch:
         if self.proposal is None:
             return
         tree = self.job if isinstance(self.job, TreeJob) else None
-        num_known = tree.growth.num_nodes if tree else len(self.candidates)
+        num_known = tree.growth.num_nodes if tree else len(self.job.candidates)
         if num_known <= self.num_listed:
             return
         self.num_listed, least = num_known, MIN_WORTH / self.worth
@@ -127,7 +121,7 @@ class Branch:
             likely = _of_tree(tree, least)
         else:
             drafted = tuple(self.proposal.token_ids)
-            found = forecast.outcomes(len(drafted), self.candidates, least)
+            found = forecast.outcomes(len(drafted), self.job.candidates, least)
             likely = [Likely(o.probability, (*drafted[: o.num_accepted], o.next_token)) for o in found]
         self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
@@ -438,7 +432,7 @@ class Lookahead:
         if isinstance(self._root.job, TreeJob):
             self._root.job.growth.learn(path)
             return
-        candidates = self._root.candidates
+        candidates = self._root.job.candidates
         drafted, num_accepted, next_token = tuple(proposal.token_ids), len(path) - 1, path[-1]
         is_outcome = num_accepted <= len(drafted) and path[:-1] == drafted[:num_accepted]
         if is_outcome and num_accepted < len(candidates):

@@ -139,19 +139,14 @@ class ModelDrafts(GrownDrafts):
         """Compute what long beginnings the draft lacks, so much in a step as running streams may wait for;
         returns the sequences that lack no more than a round leaves."""
         lacking = {each: self._followers[each.sequence] for each in growing}
-        behind = {
-            each: len(own.tokens) - 1 - own.cache.length
-            for each, own in lacking.items()
-            if len(own.tokens) - own.cache.length > MAX_CATCH_UP_TOKENS
-        }
+        behind = [own for own in lacking.values() if len(own.tokens) - own.cache.length > MAX_CATCH_UP_TOKENS]
         is_alone = len(behind) == len(growing)
         room = self._config.max_num_tokens if is_alone else self._config.max_prefill_tokens
         feeds = []
-        for each, missing in behind.items():
-            own, num = lacking[each], min(missing, room)
-            if num:
-                feeds.append(Feed(own.cache, own.tokens[own.cache.length : own.cache.length + num], 0))
-                room -= num
+        for own in behind:
+            if token_ids := own.tokens[own.cache.length : -1][:room]:
+                feeds.append(Feed(own.cache, token_ids, 0))
+                room -= len(token_ids)
         if feeds:
             started_ns = clock.stopwatch_ns()
             self._forward(feeds)
