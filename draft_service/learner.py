@@ -98,7 +98,14 @@ class Learner:
         spent_ns = finished_ns - started_ns
         self._due_ns = finished_ns + int(self._pause_ratio * spent_ns)
         self.usual_s = max(spent_ns / 1e9, _MEMORY * self.usual_s)
-        self._report()
+        self.learning = Learning(
+            num_steps=self._num_steps,
+            num_judged_tokens=self._grades.num_labels,
+            first_agreement=self._grades.first_agreement,
+            agreement=self._grades.agreement,
+            num_versions=self.version,
+            num_rollbacks=self._num_rollbacks,
+        )
 
     def _study(self) -> None:
         window, is_fresh = self._windows.take()
@@ -122,16 +129,6 @@ class Learner:
         self._student.go_back()
         self._num_rollbacks += 1
         log.info("the draft learns on from version %d of its weights", self.version)
-
-    def _report(self) -> None:
-        self.learning = Learning(
-            num_steps=self._num_steps,
-            num_judged_tokens=self._grades.num_labels,
-            first_agreement=self._grades.first_agreement,
-            agreement=self._grades.agreement,
-            num_versions=self.version,
-            num_rollbacks=self._num_rollbacks,
-        )
 
     # --- when the engine has ended --------------------------------------------------------------------
 

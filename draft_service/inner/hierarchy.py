@@ -162,7 +162,10 @@ def _load(config: DraftConfig, vocab_size: int) -> InnerDrafter:
     if config.inner in INNER_METHODS:
         return TextGuesser(config.inner)
     source = boot.resolve(config.inner, "draft")
-    _check_tokenizers(config, source)
+    found = map(load_tokenizer, (source, boot.resolve(config.model, "draft")))
+    ours, theirs = (tokenizer.fingerprint if tokenizer else "" for tokenizer in found)
+    if ours != theirs:
+        raise ModelLoadError(f"--inner {config.inner}: its tokenizer is not that of --model {config.model}")
     own = dataclasses.replace(
         config,
         model=config.inner,
@@ -185,10 +188,3 @@ def _load(config: DraftConfig, vocab_size: int) -> InnerDrafter:
         vocab_limit=vocab_size,
         max_prefill_tokens=own.max_prefill_tokens,
     )
-
-
-def _check_tokenizers(config: DraftConfig, source: str) -> None:
-    found = map(load_tokenizer, (source, boot.resolve(config.model, "draft")))
-    ours, theirs = (tokenizer.fingerprint if tokenizer else "" for tokenizer in found)
-    if ours != theirs:
-        raise ModelLoadError(f"--inner {config.inner}: its tokenizer is not that of --model {config.model}")

@@ -121,34 +121,25 @@ def request_to_proto(
     orders: Sequence[VerifyOrder | AheadOrder],
 ) -> verify_pb2.VerifyRequest:
     """All that is ready, in one message."""
-    requests = [order for order in orders if isinstance(order, VerifyOrder)]
-    ahead = [order for order in orders if isinstance(order, AheadOrder)]
     message = verify_pb2.VerifyRequest(open=opened, close=closed)
-    if requests:
-        _add_requests(message, requests)
-    if ahead:
-        _add_ahead(message.ahead, ahead)
+    if requests := [order for order in orders if isinstance(order, VerifyOrder)]:
+        columns.add(message, requests, _REQUEST)
+        columns.add_lists(message, "num_tokens", "token_ids", [order.token_ids for order in requests], "<u4")
+        found = [order.proposal for order in requests]
+        with_probs = any(order.needs_probs for order in requests)
+        message.proposals.CopyFrom(proposals.to_proto(found, with_probs=with_probs))
+        columns.add_unusual(message, "traceparents", [order.traceparent for order in requests], "")
+        columns.add_unusual(message, "ahead_ids", [order.ahead_id for order in requests])
+        for name, attribute in WANTED_COLUMNS.items():
+            columns.add_unusual(message, name, [getattr(order.wanted, attribute) for order in requests])
+    if ahead := [order for order in orders if isinstance(order, AheadOrder)]:
+        found = [order.proposal for order in ahead]
+        support_len = max(proposal.support_len for proposal in found)
+        columns.add(message.ahead, ahead, _AHEAD)
+        paths = [order.path for order in ahead]
+        columns.add_lists(message.ahead, "path_lens", "path_token_ids", paths, "<u4")
+        message.ahead.proposals.CopyFrom(proposals.to_proto(found, support_len))
     return message
-
-
-def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrder]) -> None:
-    columns.add(message, orders, _REQUEST)
-    columns.add_lists(message, "num_tokens", "token_ids", [order.token_ids for order in orders], "<u4")
-    found = [order.proposal for order in orders]
-    with_probs = any(order.needs_probs for order in orders)
-    message.proposals.CopyFrom(proposals.to_proto(found, with_probs=with_probs))
-    columns.add_unusual(message, "traceparents", [order.traceparent for order in orders], "")
-    columns.add_unusual(message, "ahead_ids", [order.ahead_id for order in orders])
-    for name, attribute in WANTED_COLUMNS.items():
-        columns.add_unusual(message, name, [getattr(order.wanted, attribute) for order in orders])
-
-
-def _add_ahead(message: verify_pb2.AheadProposals, orders: Sequence[AheadOrder]) -> None:
-    found = [order.proposal for order in orders]
-    support_len = max(proposal.support_len for proposal in found)
-    columns.add(message, orders, _AHEAD)
-    columns.add_lists(message, "path_lens", "path_token_ids", [order.path for order in orders], "<u4")
-    message.proposals.CopyFrom(proposals.to_proto(found, support_len))
 
 
 def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> list[AheadOrder]:
