@@ -243,7 +243,10 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             for job, result in results:
                 assert isinstance(job, VerifyJob)
                 judged: _Round = job.tag
-                if not self._is_wanted(judged):
+                sequence = judged.sequence
+                is_open = self.sequences.get(sequence.sequence_id) is sequence
+                if not is_open or (judged.ahead_id and judged not in sequence.state.begun):
+                    # Its sequence is closed, or another round took its place.
                     judged.span.fail(tracing.CANCELLED)
                     judged.span.end()
                     continue
@@ -252,21 +255,15 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                     continue
                 judged.is_done, judged.job = True, None
                 if judged.received_ns is not None:
-                    judged.sequence.num_unanswered -= 1
+                    sequence.num_unanswered -= 1
                     if judged.ahead_id:
-                        judged.sequence.state.begun.remove(judged)
+                        sequence.state.begun.remove(judged)
                 if job.drafting is not None:
-                    judged.continuation = self._gone_on(judged.sequence, job.drafting, job.following)
-                elif judged.proposal is not None and judged.sequence.state.ahead is not None:
-                    judged.continuation = self._go_on(judged.sequence, judged.proposal, result)
+                    judged.continuation = self._gone_on(sequence, job.drafting, job.following)
+                elif judged.proposal is not None and sequence.state.ahead is not None:
+                    judged.continuation = self._go_on(sequence, judged.proposal, result)
                 answered.append(job)
         self.answer(answered)
-
-    def _is_wanted(self, judged: _Round) -> bool:
-        """Whether its sequence is open, and no other round took its place."""
-        sequence = judged.sequence
-        is_open = self.sequences.get(sequence.sequence_id) is sequence
-        return is_open and (not judged.ahead_id or judged in sequence.state.begun)
 
     def _go_on(
         self, sequence: OpenSequence[_State], proposal: Proposal, verdict: Verdict

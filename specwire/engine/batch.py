@@ -365,11 +365,9 @@ class Packer:
             raise InvalidRequestError("token_ids", num_query, f"must be over the {num_read} of an input")
         if not 0 <= feed.num_rows <= num_query - num_read:
             raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {num_query - num_read}]")
-        self._check_length(feed, feed.cache.length + num_query)
-
-    def _check_length(self, feed: Feed, new_len: int) -> None:
-        """Siblings share a position, so a tree may have more tokens than the context has positions."""
-        tree, num_positions = feed.tree, new_len
+        # Siblings share a position, so a tree may have more tokens than the context has positions.
+        tree, new_len = feed.tree, feed.cache.length + num_query
+        num_positions = new_len
         if tree is not None and new_len > tree.start:
             if new_len > tree.end:
                 raise InvalidRequestError("token_ids", new_len, f"beyond the tree, which ends at {tree.end}")
