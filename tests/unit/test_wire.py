@@ -211,9 +211,9 @@ class TestColumns:
             columns.unpack("x", b"12345", 1)
         with pytest.raises(InvalidRequestError, match="probs=5 bytes: is not a whole number of 4-byte"):
             columns.unpack("probs", b"12345", None, "<f4")
-        with pytest.raises(InvalidRequestError, match="n=-2: must be at least 0"):
-            columns.counts_of("n", [3, -2])
-        assert columns.counts_of("n", [3, 0, 2]) == ([3, 0, 2], 5)
+        negative = draft_pb2.DraftRequest(num_tokens=[3, -2])
+        with pytest.raises(InvalidRequestError, match="num_tokens=-2: must be at least 0"):
+            columns.read_lists(negative, 2, "num_tokens", "token_ids", "<u4")
 
     def test_parents(self) -> None:
         """Chains are spelt out beside trees, and nothing is sent where all are chains."""

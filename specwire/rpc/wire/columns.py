@@ -53,18 +53,6 @@ def split(entries: Sequence[Entry], counts: Sequence[int]) -> list[Sequence[Entr
     return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def counts_of(name: str, column: Sequence[int]) -> tuple[list[int], int]:
-    """A column that says how many entries of others belong to each request, and its sum.
-
-    Raises:
-        InvalidRequestError: one is negative.
-    """
-    counts = list(column)
-    if counts and min(counts) < 0:
-        raise InvalidRequestError(name, min(counts), "must be at least 0")
-    return counts, sum(counts)
-
-
 def check_lengths(message: Any, num_entries: int, *names: str) -> None:
     """Columns with one entry for each request.
 
@@ -122,11 +110,13 @@ def read_lists(message: Any, num_lists: int, lens_name: str, name: str, dtype: s
     """How many entries each list has, and the entries of all, as an array.
 
     Raises:
-        InvalidRequestError: the columns do not fit each other.
+        InvalidRequestError: the columns do not fit each other, or a count is negative.
     """
     check_lengths(message, num_lists, lens_name)
-    counts, total = counts_of(lens_name, getattr(message, lens_name))
-    return counts, unpack(name, getattr(message, name), total, dtype)
+    counts = list(getattr(message, lens_name))
+    if min(counts, default=0) < 0:
+        raise InvalidRequestError(lens_name, min(counts), "must be at least 0")
+    return counts, unpack(name, getattr(message, name), sum(counts), dtype)
 
 
 def traceparents_of(message: Any, num_entries: int) -> Sequence[str]:
