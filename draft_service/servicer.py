@@ -85,8 +85,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def spans_of(self, message: common_pb2.OpenSequence) -> SequenceSpans:
         """Of a sequence."""
-        headers = message.trace_headers.items()
-        return SequenceSpans.of(self._tracer, "draft", _METHOD, headers, is_detailed=self._trace_detail)
+        context = self._tracer.propagators.read(message.trace_headers.items())
+        return SequenceSpans(self._tracer, "draft", _METHOD, context, self._trace_detail)
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Any
