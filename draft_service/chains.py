@@ -29,18 +29,12 @@ class ChainsJob(DraftJob):
     num_chains: int = 1
     drawn: list[list[int]] = field(init=False, default_factory=list)
     drawn_from: list[list[Support]] = field(init=False, default_factory=list)
-    _firsts: Sequence[int] = field(init=False, default=())
 
     def start(self) -> None:
         super().start()
         self.drawn = [[] for _ in range(self.num_chains)]
         self.drawn_from = [[] for _ in range(self.num_chains)]
-        self._firsts = [0] * self.num_chains
-
-    @property
-    def draws(self) -> Sequence[int]:
-        """[num_chains] the row, among the job's own, that the next token of each is drawn from."""
-        return self._firsts
+        self.draws = [0] * self.num_chains
 
     @property
     def _depth(self) -> int:
@@ -56,18 +50,18 @@ class ChainsJob(DraftJob):
 
     def add(self, drawn: Drawn, row: int) -> None:
         """A token of each chain; unless they are the last, the next pass runs them."""
-        token_ids = [drawn.of_chains[row + first, chain] for chain, first in enumerate(self._firsts)]
+        token_ids = [drawn.of_chains[row + first, chain] for chain, first in enumerate(self.draws)]
         if self.fails(min(token_ids), self._depth):
             return
         self._append_nodes(token_ids)
         for own, own_from, token_id, first in zip(
-            self.drawn, self.drawn_from, token_ids, self._firsts, strict=True
+            self.drawn, self.drawn_from, token_ids, self.draws, strict=True
         ):
             support = drawn.supports[row + first]
             assert support is not None  # tokens are sampled
             own.append(max(token_id, 0))
             own_from.append(support)
-        self._firsts = [self.drawn.index(own) for own in self.drawn]
+        self.draws = [self.drawn.index(own) for own in self.drawn]
         self.num_rows = self.num_chains
         if self._depth == self.num_draft_tokens:
             self.result = chains.merged(self.drawn, self.drawn_from, self.committed_len)
@@ -80,4 +74,4 @@ class ChainsJob(DraftJob):
         before = sequence.tree or TokenTree(self.own_len, ())
         last = len(before.parents) - self.num_chains
         sequence.tokens += [max(token_id, 0) for token_id in token_ids]
-        sequence.tree = before.extended(last + first if self._depth else -1 for first in self._firsts)
+        sequence.tree = before.extended(last + first if self._depth else -1 for first in self.draws)

@@ -20,7 +20,7 @@ from specwire.config.services import DraftConfig
 from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, num_in_common
 from specwire.engine import chosen
 from specwire.engine.cache.kv_cache import SequenceCache
-from specwire.engine.device import NO_DRAFTING, Drafting
+from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.drawn import NOTHING, Drawn
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
@@ -53,14 +53,17 @@ class DraftJob(Job):
         num_candidates: likeliest tokens to record at each position, besides the drafted one.
         committed: of a draft with another vocabulary, all tokens up to the draft, in the target's vocabulary,
             as is all that a job takes and gives. The sequence has the draft's own tokens.
+        draws: of several chains, the row, among the job's own, that the next token of each is drawn from.
         own_len: tokens of the sequence before the drafted ones.
-        candidates: [num_draft_tokens][num_candidates], likeliest first.
+        candidates: [num_draft_tokens][num_candidates], likeliest first; and those of the position after the
+            proposal, once a `PeekJob` has found them.
     """
 
     num_draft_tokens: int = 0
     vocab_limit: int = 0
     num_candidates: int = 0
     committed: Committed | None = None
+    draws: Sequence[int] = field(init=False, default=())
     own_len: int = field(init=False, default=0)
     drafted: list[int] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)
@@ -104,11 +107,6 @@ class DraftJob(Job):
     def own_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Drafted tokens as the sequence has them."""
         return token_ids if self.committed is None else self.committed.shared.to_draft(token_ids)
-
-    @property
-    def draws(self) -> Sequence[int]:
-        """Of a job with several chains: the row, among its own, that the next token of each is drawn from."""
-        return ()
 
     @property
     def num_ranked(self) -> int:
@@ -366,29 +364,31 @@ class DraftDecider:
     def decide(self, question: Question, logits: Tensor) -> list[Drawn]:
         """One draft token for each row of the logits [num_rows, vocab_size], or some one after another."""
         self.drafting = NO_DRAFTING
-        if question.chains is not None and (found := self._decoded(question, question.chains, logits)):
-            return found
+        if question.chains is not None:
+            started_ns = clock.stopwatch_ns()
+            kind, caches, num_steps, limit = question.chains
+            some = logits[:, : limit or logits.shape[1]]
+            found = chosen.decoded(
+                self.runner, kind, caches, question.rows, num_steps, some, num_ranked=question.num_ranked
+            )
+            if found:  # else the host chooses each token
+                num_nodes = (num_steps - 1) * len(caches)
+                self.drafting = DraftCost(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
+                return found
         if self._scores is None:
             return [self._drawn(question, logits)]
         own_ids = self._scores.likeliest(logits, question.free)
         return [self._drawn(question, self._scores.of_target(logits))._replace(own_ids=own_ids)]
 
-    def _decoded(self, question: Question, chains: Chains, logits: Tensor) -> list[Drawn]:
-        """What is drawn at each step; nothing where the device does not decode."""
-        started_ns = clock.stopwatch_ns()
-        kind, caches, num_steps, vocab_limit = chains
-        logits = logits[:, : vocab_limit or logits.shape[1]]
-        found = chosen.decoded(
-            self.runner, kind, caches, question.rows, num_steps, logits, num_ranked=question.num_ranked
-        )
-        if found:
-            num_nodes = (num_steps - 1) * len(caches)
-            self.drafting = Drafting(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
-        return found
-
     def _drawn(self, question: Question, logits: Tensor) -> Drawn:
         rows = question.rows
-        logits = _limit_vocabulary(logits, question.limits)
+        if any(0 < limit < logits.shape[1] for limit in set(question.limits)):
+            # The target lacks tokens of the draft, whose vocabulary is padded further.
+            ends = np.array([limit or logits.shape[1] for limit in question.limits], np.int64)
+            beyond = (
+                torch.arange(logits.shape[1], device=logits.device) >= to_device(ends, logits.device)[:, None]
+            )
+            logits = logits.masked_fill(beyond, float("-inf"))
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         matched, sampled = rows.having(MATCHED), rows.having(MATCHED, wanted=False)
         ours, theirs = self._match(question, log_probs, matched), self._draw(question, log_probs, sampled)
@@ -433,24 +433,16 @@ class DraftDecider:
         if places is None:
             return []
         some = take_rows(log_probs, places), question.rows.take(places)
-        found, in_support = draw_supported(*some, self._support_mass, self._max_support)
-        if question.draws:
-            return [*found, self._draw_chains(question, places, in_support, found.probs)]
-        return [*found]
-
-    @staticmethod
-    def _draw_chains(question: Question, places: Places, ids: Tensor, support_probs: Tensor) -> Tensor:
-        """A token for each chain of the jobs that have several, each with a number of its own.
-
-        Args:
-            ids, support_probs: of the rows at `places`.
-        """
+        found, ids = draw_supported(*some, self._support_mass, self._max_support)
+        if not question.draws:
+            return [*found]
+        # A token for each chain of the jobs that have several, each with a number of its own.
         rows, chains = np.array(question.draws, np.int64).T
-        some = question.rows.take(rows)
-        numbers = uniforms(some.seeds, Purpose.DRAFT, some.positions, some.bases, chains)
-        found = to_device(rows if isinstance(places, slice) else places.searchsorted(rows), ids.device)
-        columns = sampling.draw(support_probs[found], to_device(numbers, ids.device))
-        return ids[found].gather(1, columns[:, None])[:, 0]
+        drawn_from = question.rows.take(rows)
+        numbers = uniforms(drawn_from.seeds, Purpose.DRAFT, drawn_from.positions, drawn_from.bases, chains)
+        here = to_device(rows if isinstance(places, slice) else places.searchsorted(rows), ids.device)
+        columns = sampling.draw(found.probs[here], to_device(numbers, ids.device))
+        return [*found, ids[here].gather(1, columns[:, None])[:, 0]]
 
 
 def _interleaved(ours: Drawn, theirs: Drawn, order: Sequence[int]) -> Drawn:
@@ -461,13 +453,3 @@ def _interleaved(ours: Drawn, theirs: Drawn, order: Sequence[int]) -> Drawn:
         both = [*(one or [nothing] * len(ours.token_ids)), *(other or [nothing] * len(theirs.token_ids))]
         columns.append([both[i] for i in order])
     return Drawn(*columns)
-
-
-def _limit_vocabulary(logits: Tensor, limits: Sequence[int]) -> Tensor:
-    """Exclude tokens that the target lacks, where the draft's vocabulary is padded further."""
-    width = logits.shape[1]
-    if not any(0 < limit < width for limit in set(limits)):
-        return logits
-    ends = to_device(np.array([limit or width for limit in limits], np.int64), logits.device)
-    beyond = torch.arange(width, device=logits.device) >= ends[:, None]
-    return logits.masked_fill(beyond, float("-inf"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from enum import Enum
 from typing import NamedTuple
 
 MIN_LABELS = 512
@@ -32,16 +31,6 @@ class Grade(NamedTuple):
     num_labels: int
     gain: float
     agreement: float
-
-
-class Decision(Enum):
-    """What the grades say."""
-
-    WAIT = "wait"
-    REPLACE = "replace"
-    """What was learnt is better."""
-    GO_BACK = "go back"
-    """It is worse."""
 
 
 class Grades:
@@ -80,16 +69,14 @@ class Grades:
             1, sum(each.num_labels for each in self._recent)
         )
 
-    def decide(self) -> Decision:
-        """What they say; a decision begins anew."""
+    def decide(self) -> bool | None:
+        """Whether what was learnt is better; None while that is open. A decision begins anew."""
         gain, error = self._gain()
         if abs(gain) <= NUM_ERRORS * error:
-            return Decision.WAIT
+            return None
         self._undecided.clear()
-        if gain < 0:
-            return Decision.GO_BACK
-        self._is_first = False
-        return Decision.REPLACE
+        self._is_first &= gain < 0
+        return gain > 0
 
     def _gain(self) -> tuple[float, float]:
         """Mean gain of a token and its standard error, from the spread between windows."""

@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draft_service.grades import Decision, Grades
+from draft_service.grades import Grades
 from draft_service.lessons import Lesson, Window, Windows
 from specwire.config.services import DraftConfig
 from specwire.core import Learning
@@ -98,7 +98,14 @@ class Learner:
         spent_ns = finished_ns - started_ns
         self._due_ns = finished_ns + int(self._pause_ratio * spent_ns)
         self.usual_s = max(spent_ns / 1e9, _MEMORY * self.usual_s)
-        self._report()
+        self.learning = Learning(
+            num_steps=self._num_steps,
+            num_judged_tokens=self._grades.num_labels,
+            first_agreement=self._grades.first_agreement,
+            agreement=self._grades.agreement,
+            num_versions=self.version,
+            num_rollbacks=self._num_rollbacks,
+        )
 
     def _study(self) -> None:
         window, is_fresh = self._windows.take()
@@ -110,33 +117,18 @@ class Learner:
                 self._go_back()
         if grade is not None:
             self._grades.add(grade)
-            self._decide()
-
-    def _decide(self) -> None:
-        match self._grades.decide():
-            case Decision.REPLACE:
+            is_better = self._grades.decide()
+            if is_better:
                 self._student.publish()
                 self.version += 1
                 log.info("version %d of the draft's weights", self.version)
-            case Decision.GO_BACK:
+            elif is_better is not None:
                 self._go_back()
-            case Decision.WAIT:
-                pass
 
     def _go_back(self) -> None:
         self._student.go_back()
         self._num_rollbacks += 1
         log.info("the draft learns on from version %d of its weights", self.version)
-
-    def _report(self) -> None:
-        self.learning = Learning(
-            num_steps=self._num_steps,
-            num_judged_tokens=self._grades.num_labels,
-            first_agreement=self._grades.first_agreement,
-            agreement=self._grades.agreement,
-            num_versions=self.version,
-            num_rollbacks=self._num_rollbacks,
-        )
 
     # --- when the engine has ended --------------------------------------------------------------------
 

@@ -27,12 +27,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from draft_service.chains import ChainsJob
 from draft_service.drafter import DraftJob, LeavesJob, PeekJob, TreeJob
-from draft_service.inner.jobs import InnerJob
-from draft_service.inner.stream import InnerStream
+from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.lessons import Lesson
 from draft_service.strings import StringJob
 from draft_service.translation import Committed, Transcript
@@ -73,7 +73,6 @@ class Branch:
         error: what its job failed with.
         pushed: the proposal was handed over.
         peeked: a job was submitted that finds the candidates after the whole proposal.
-        bonus: these candidates, likeliest first, once they are known.
         bonus_worths: worth of each of them while that job runs.
         outcomes: outcomes of its own proposal without a branch, likeliest last.
         taken: the tokens of the outcomes that have a branch, or had one.
@@ -88,7 +87,6 @@ class Branch:
     error: SpecwireError | None = None
     pushed: bool = False
     peeked: bool = False
-    bonus: list[int] | None = None
     bonus_worths: list[float] = field(default_factory=list)
     outcomes: list[Likely] = field(default_factory=list)
     taken: set[tuple[int, ...]] = field(default_factory=set)
@@ -102,12 +100,8 @@ class Branch:
             self.proposal = None if error else result
         else:
             self.bonus_worths = []
-            self.bonus = result if isinstance(job, PeekJob) and not error else None
-
-    @property
-    def candidates(self) -> list[list[int]]:
-        """By position of its proposal, and for the position after it where that is known."""
-        return self.job.candidates if self.bonus is None else [*self.job.candidates, self.bonus]
+            if isinstance(job, PeekJob) and not error:
+                self.job.candidates.append(result)
 
     @property
     def next_worth(self) -> float:
@@ -119,18 +113,17 @@ class Branch:
         if self.proposal is None:
             return
         tree = self.job if isinstance(self.job, TreeJob) else None
-        num_known = tree.growth.num_nodes if tree else len(self.candidates)
-        if num_known > self.num_listed:
-            self.num_listed = num_known
-            least = MIN_WORTH / self.worth
-            likely = _of_tree(tree, least) if tree else self._of_chain(forecast, least)
-            self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
-
-    def _of_chain(self, forecast: Forecast, least: float) -> list[Likely]:
-        assert self.proposal is not None
-        drafted = tuple(self.proposal.token_ids)
-        likely = forecast.outcomes(len(drafted), self.candidates, least)
-        return [Likely(o.probability, (*drafted[: o.num_accepted], o.next_token)) for o in likely]
+        num_known = tree.growth.num_nodes if tree else len(self.job.candidates)
+        if num_known <= self.num_listed:
+            return
+        self.num_listed, least = num_known, MIN_WORTH / self.worth
+        if tree:
+            likely = _of_tree(tree, least)
+        else:
+            drafted = tuple(self.proposal.token_ids)
+            found = forecast.outcomes(len(drafted), self.job.candidates, least)
+            likely = [Likely(o.probability, (*drafted[: o.num_accepted], o.next_token)) for o in found]
+        self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
     def take_outcome(self) -> Likely:
         """Remove the likeliest outcome, to make a branch for it."""
@@ -307,13 +300,9 @@ class Lookahead:
             if not branch.done:
                 self._engine.promote(branch.job)
         request.root = self._root = branch
-        self._commit_inner(request.order)
-
-    def _commit_inner(self, order: DraftOrder) -> None:
-        """Tell the inner drafter what is committed, once the sequence holds it."""
-        if (inner := self._inner) is not None:
-            length = order.base_len + len(order.token_ids)
-            self._engine.run_soon(lambda: inner.commit(self._sequence, order.base_len, length))
+        if self._inner is not None:  # once the sequence holds what is committed
+            base_len, length = request.order.base_len, request.order.base_len + len(request.order.token_ids)
+            self._engine.run_soon(partial(self._inner.commit, self._sequence, base_len, length))
 
     def _is_served(self, request: Request) -> bool:
         """Whether its proposal is there.
@@ -346,12 +335,15 @@ class Lookahead:
         Raises:
             SpecwireError: it cannot be run at all.
         """
+        committed = None
+        if self._transcript is not None:
+            committed = self._transcript.commit(order.base_len, order.token_ids, self._drafted)
         branch = Branch(
             self._job(
                 self._sequence,
                 order.base_len,
                 order.token_ids,
-                committed=self._committed(order),
+                committed=committed,
                 num_draft_tokens=order.num_draft_tokens,
                 max_depth=order.max_depth,
                 num_candidates=NUM_RANKS if order.prepare or order.max_depth else 0,
@@ -374,22 +366,19 @@ class Lookahead:
     ) -> DraftJob:
         """Drafts a tree, or a chain or several if its depth is 0; other arguments as of `DraftJob`."""
         fields |= {"vocab_limit": self._vocab_limit, "committed": committed}
-        if num_chains > 1 and fields["num_draft_tokens"]:
-            return ChainsJob(sequence, base_len, token_ids, num_chains=num_chains, **fields)
-        if not (max_depth and fields["num_draft_tokens"]):
-            is_text = committed is not None and bool(fields["num_draft_tokens"]) and _is_plain(sequence)
-            if self._inner is not None:
-                return InnerJob(sequence, base_len, token_ids, inner=self._inner, **fields)
-            kind = StringJob if is_text else DraftJob
-            return kind(sequence, base_len, token_ids, **fields)
-        growth = TreeGrowth(fields["num_draft_tokens"], max_depth, self._forecast.calibration)
-        return TreeJob(sequence, base_len, token_ids, growth=growth, **fields)
-
-    def _committed(self, order: DraftOrder) -> Committed | None:
-        """All tokens that a request commits, where the draft has another vocabulary."""
-        if self._transcript is None:
-            return None
-        return self._transcript.commit(order.base_len, order.token_ids, self._drafted)
+        kind: type[DraftJob] = DraftJob
+        num_wanted = fields["num_draft_tokens"]
+        # What a token of text is worth is known where nothing changes the logits of single tokens.
+        is_text = committed is not None and sequence.params.greedy and not sequence.encoded.traits & EDITED
+        if num_wanted and num_chains > 1:
+            kind, fields["num_chains"] = ChainsJob, num_chains
+        elif num_wanted and max_depth:
+            kind, fields["growth"] = TreeJob, TreeGrowth(num_wanted, max_depth, self._forecast.calibration)
+        elif self._inner is not None:
+            kind, fields["inner"] = InnerJob, self._inner
+        elif num_wanted and is_text:
+            kind = StringJob
+        return kind(sequence, base_len, token_ids, **fields)
 
     @property
     def _drafted(self) -> Sequence[int]:
@@ -443,7 +432,7 @@ class Lookahead:
         if isinstance(self._root.job, TreeJob):
             self._root.job.growth.learn(path)
             return
-        candidates = self._root.candidates
+        candidates = self._root.job.candidates
         drafted, num_accepted, next_token = tuple(proposal.token_ids), len(path) - 1, path[-1]
         is_outcome = num_accepted <= len(drafted) and path[:-1] == drafted[:num_accepted]
         if is_outcome and num_accepted < len(candidates):
@@ -545,11 +534,6 @@ class Lookahead:
             self._close([branch])
         else:
             self._branches.append(branch)
-
-
-def _is_plain(sequence: TokenSequence) -> bool:
-    """Greedy, and neither biases nor penalties change the logits of single tokens."""
-    return sequence.params.greedy and not sequence.encoded.traits & EDITED
 
 
 def _of_tree(job: TreeJob, least: float) -> list[Likely]:

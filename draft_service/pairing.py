@@ -62,7 +62,7 @@ def described(service: ModelService, shared: SharedVocabulary) -> ModelService:
     )
     info = dataclasses.replace(
         info,
-        target_tokenizer_fingerprint=shared.target.fingerprint,
+        target_tokenizer_fingerprint=shared.target.tokenizer.fingerprint,
         shared_vocab=shared.share,
         shared_text=shared.share_of_text,
     )

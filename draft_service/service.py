@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from draft_service import learner as learning
 from draft_service import pairing
 from draft_service.drafter import DraftDecider
-from draft_service.inner import loading
+from draft_service.inner import hierarchy as inner
 from draft_service.metrics import TABLE
 from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
@@ -34,7 +34,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         tracer = tracing.configure("specwire-draft")
         stack.callback(tracer.shutdown)
         shared = pairing.shared_vocabulary(config)
-        hierarchy = loading.hierarchy(config)
+        hierarchy = inner.chosen(config)
         decider = DraftDecider(config, shared)
         service = boot.start(
             config,

@@ -31,6 +31,7 @@ from specwire.rpc import listening
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
+from specwire.rpc.wire.proposals import num_bytes
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -39,7 +40,20 @@ _METHOD = "specwire.v1.DraftService/Draft"
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends."""
+    """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends.
+
+    Args:
+        max_support: entries of a support.
+        limits: of all streams together.
+
+    Attributes: what all streams share.
+        max_outcomes: most that may be prepared at a time; 0 for none.
+        support_len: length that all supports are padded to.
+        forecasts: learnt from sequences that sample in the same way.
+        shared: of a draft with another vocabulary than the target.
+        hierarchy: of a draft with a drafter of its own.
+        learner: of a draft that learns.
+    """
 
     def __init__(
         self,
@@ -54,19 +68,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         hierarchy: Hierarchy | None = None,
         learner: Learner | None = None,
     ) -> None:
-        self._service = service
-        self._tracer = tracer
-        self._trace_detail = trace_detail
-        self._limits = limits or Limits()
-        self._settings = _Settings(
-            max_outcomes,
-            min(max_support, service.info.vocab_size),
-            defaultdict(SharedForecast),
-            self._spans,
-            shared,
-            hierarchy,
-            learner,
-        )
+        self.max_outcomes = max_outcomes
+        self.support_len = min(max_support, service.info.vocab_size)
+        self.forecasts: defaultdict[str, SharedForecast] = defaultdict(SharedForecast)
+        self.shared, self.hierarchy, self.learner = shared, hierarchy, learner
+        self._service, self._limits = service, limits or Limits()
+        self._tracer, self._trace_detail = tracer, trace_detail
 
     async def Draft(self, requests: AsyncIterator[draft_pb2.DraftRequest], context: Any) -> None:  # noqa: N802
         await self.stream(context).serve(requests)
@@ -74,11 +81,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def stream(self, context: Any) -> DraftStream:
         """Of a call, which has its `write` and its caller."""
         caller = listening.caller(context)
-        return DraftStream(self._service, context.write, self._limits, caller, self._settings)
+        return DraftStream(self._service, context.write, self._limits, caller, self)
 
-    def _spans(self, message: common_pb2.OpenSequence) -> SequenceSpans:
-        headers = message.trace_headers.items()
-        return SequenceSpans.of(self._tracer, "draft", _METHOD, headers, is_detailed=self._trace_detail)
+    def spans_of(self, message: common_pb2.OpenSequence) -> SequenceSpans:
+        """Of a sequence."""
+        context = self._tracer.propagators.read(message.trace_headers.items())
+        return SequenceSpans(self._tracer, "draft", _METHOD, context, self._trace_detail)
 
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Any
@@ -87,39 +95,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             model=wire.model_info_to_proto(
                 dataclasses.replace(
                     self._service.info,
-                    prepares_outcomes=self._settings.max_outcomes > 0,
-                    learning=self._settings.learner.learning if self._settings.learner else None,
+                    prepares_outcomes=self.max_outcomes > 0,
+                    learning=self.learner.learning if self.learner else None,
                 )
             ),
             status=self._service.status(),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What all streams of a service share.
-
-    Attributes:
-        max_outcomes: most that may be prepared at a time; 0 for none.
-        support_len: length that all supports are padded to.
-        forecasts: learnt from sequences that sample in the same way.
-        spans_of: makes the spans of a sequence.
-        shared: of a draft with another vocabulary than the target.
-        hierarchy: of a draft with a drafter of its own.
-        learner: of a draft that learns.
-    """
-
-    max_outcomes: int
-    support_len: int
-    forecasts: defaultdict[str, SharedForecast]
-    spans_of: Callable[[common_pb2.OpenSequence], SequenceSpans]
-    shared: SharedVocabulary | None
-    hierarchy: Hierarchy | None
-    learner: Learner | None
-
-
 @dataclass(eq=False, slots=True)
-class _Drafting:
+class _State:
     """The state of a sequence.
 
     Attributes:
@@ -142,7 +127,7 @@ class _Drafting:
         self.lookahead.close()
 
 
-class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
+class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
     """One coordinator's stream: answers, and prepared proposals between them.
 
     Prepared proposals are collected when the stream has room for them, so those that a request made useless
@@ -155,31 +140,31 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         write: Callable[[Any], Any],
         limits: Limits,
         caller: Principal,
-        settings: _Settings,
+        servicer: DraftServicer,
     ) -> None:
         super().__init__(service, write, limits, caller)
-        self._settings = settings
+        self._servicer = servicer
         self._window = PushWindow()
         self._to_advance: dict[int, None] = {}  # sequences with results that they are to work ahead from
         self._to_push: dict[int, None] = {}  # sequences that may have prepared proposals; longest first
 
     # --- requests -------------------------------------------------------------------------------------
 
-    def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _Drafting:
-        learner, shared, hierarchy = self._settings.learner, self._settings.shared, self._settings.hierarchy
+    def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
+        learner, shared, hierarchy = self._servicer.learner, self._servicer.shared, self._servicer.hierarchy
         lookahead = Lookahead(
             self.service.engine,
             tokens,
             sequence_id=message.sequence_id,
             vocab_limit=message.vocab_limit,
-            forecast=Forecast(self._settings.forecasts[_kind(tokens.params)]),
+            forecast=Forecast(self._servicer.forecasts[_kind(tokens.params)]),
             sink=self._settle,
             answer=self._answered,
             transcript=Transcript(shared, self.service.info.context_len) if shared else None,
             inner=hierarchy.open(tokens.params) if hierarchy else None,
             lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
-        return _Drafting(lookahead, self._settings.spans_of(message))
+        return _State(lookahead, self._servicer.spans_of(message))
 
     def received(self, message: draft_pb2.DraftRequest) -> None:
         received_ns = clock.stopwatch_ns()
@@ -192,7 +177,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
                 with self.failing(order.sequence_id):
                     self.when_ready(sequence, partial(self._requested, sequence, order, received_ns))
 
-    def _requested(self, sequence: OpenSequence[_Drafting], order: DraftOrder, received_ns: int) -> None:
+    def _requested(self, sequence: OpenSequence[_State], order: DraftOrder, received_ns: int) -> None:
         state = sequence.state
         order = self._checked(order, sequence.tokens.params)
         state.last = Request(order, received_ns, state.spans.serving(order.traceparent))
@@ -213,11 +198,11 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             return order
         if order.num_chains > 1:
             return order._replace(prepare=None)
-        if (self._settings.shared or params.grammar) and not params.matches_tokens:
+        if (self._servicer.shared or params.grammar) and not params.matches_tokens:
             # How long a branch takes would depend on tokens that are not judged yet: how many of the draft's
             # own tokens they are, or what the grammar does with them: "Time and tokens" in docs/exactness.md.
             return order._replace(prepare=None)
-        most = self._settings.max_outcomes
+        most = self._servicer.max_outcomes
         if not most:
             raise UnsupportedError("prepare", "set", "this service prepares no outcomes")
         self._check_depth("prepare.max_depth", order.prepare.max_depth, params)
@@ -237,7 +222,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
             raise UnsupportedError("num_chains", num_chains, f"not under rule {params.rule}")
         if not self.service.info.trees:
             raise UnsupportedError("num_chains", num_chains, "this service drafts one chain only")
-        if self._settings.shared:
+        if self._servicer.shared:
             raise UnsupportedError("num_chains", num_chains, "not with another vocabulary than the target's")
 
     def fail(self, sequence_id: int, error: SpecwireError) -> None:
@@ -292,7 +277,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
     # --- messages -------------------------------------------------------------------------------------
 
     def encoded(
-        self, answers: Sequence[tuple[_Drafting, Request]], errors: Sequence[common_pb2.SequenceError]
+        self, answers: Sequence[tuple[_State, Request]], errors: Sequence[common_pb2.SequenceError]
     ) -> draft_pb2.DraftResponse:
         return self._response([_answer(state, request) for state, request in answers], (), errors)
 
@@ -302,7 +287,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         prepared: Sequence[PreparedAnswer],
         errors: Sequence[common_pb2.SequenceError] = (),
     ) -> draft_pb2.DraftResponse:
-        incarnation, support_len = self.service.info.incarnation, self._settings.support_len
+        incarnation, support_len = self.service.info.incarnation, self._servicer.support_len
         return draft_wire.response_to_proto(answers, prepared, errors, incarnation, support_len)
 
     def next_message(self) -> draft_pb2.DraftResponse | None:
@@ -324,18 +309,13 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
                 state, branches = sequence.state, list[Branch]()
                 for branch in state.lookahead.take_ready():
                     branches.append(branch)
-                    room -= self._num_bytes(branch)
+                    assert branch.proposal is not None
+                    room -= num_bytes(branch.path, branch.proposal, self._servicer.support_len)
                     if room <= 0:
                         self._to_push[sequence_id] = None
                         break
                 found += _prepared(sequence_id, state, branches)
         return found
-
-    def _num_bytes(self, branch: Branch) -> int:
-        """About the bytes of a prepared proposal."""
-        assert branch.proposal is not None
-        num_tokens, num_supports = len(branch.proposal.token_ids), len(branch.proposal.supports)
-        return 32 + 4 * (len(branch.path) + num_tokens) + 8 * self._settings.support_len * num_supports
 
     async def write(self, message: draft_pb2.DraftResponse) -> None:
         if message.HasField("prepared"):
@@ -343,7 +323,7 @@ class DraftStream(ModelStream[_Drafting, "tuple[_Drafting, Request]"]):
         await super().write(message)
 
 
-def _answer(state: _Drafting, request: Request) -> DraftAnswer:
+def _answer(state: _State, request: Request) -> DraftAnswer:
     order, job = request.order, request.job
     spent = serving.timings(job, request.received_ns, request.ahead_ns)
     state.spans.finish(request.span, job, spent)
@@ -357,7 +337,7 @@ def _answer(state: _Drafting, request: Request) -> DraftAnswer:
     )
 
 
-def _prepared(sequence_id: int, state: _Drafting, branches: Sequence[Branch]) -> list[PreparedAnswer]:
+def _prepared(sequence_id: int, state: _State, branches: Sequence[Branch]) -> list[PreparedAnswer]:
     """What is sent of these branches now."""
     if not branches:
         return []

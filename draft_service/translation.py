@@ -97,7 +97,7 @@ class Translation:
         self._target_ids = target_ids
         self._tail = self._encode(self._segments[-1].end, len(self._text))
         if not (self._closed_ids or self._tail):
-            self._tail = [self.shared.draft.eos_id or 0]  # no model begins with nothing
+            self._tail = [self.shared.draft.tokenizer.eos_id or 0]  # no model begins with nothing
         self.num_unchanged = num_closed + num_in_common(dropped, self.after(num_closed))
 
     def after(self, num_ids: int) -> list[int]:

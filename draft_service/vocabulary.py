@@ -79,21 +79,6 @@ class Vocabulary:
         """What the tokenizer puts before every text, often a begin token."""
         return self.tokenizer.encode("")
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the tokenizer."""
-        return self.tokenizer.fingerprint
-
-    @property
-    def special_names(self) -> dict[str, int]:
-        """Special tokens by name."""
-        return {self.tokenizer.spell(token_id): token_id for token_id in self.tokenizer.special_ids}
-
-    @property
-    def eos_id(self) -> int | None:
-        """The end token; None without one."""
-        return self.tokenizer.eos_id
-
     def text_of(self, token_ids: Iterable[int]) -> bytes:
         """Their bytes; special tokens have none."""
         texts, num = self.texts, len(self.texts)
@@ -191,9 +176,12 @@ class SharedVocabulary:
         """The draft's token for each shared one of the target."""
         ours, theirs = self.target.ids, self.draft.ids
         pairs = {ours[text]: theirs[text] for text in ours.keys() & theirs}
-        names, draft_names = self.target.special_names, self.draft.special_names
+        target, draft = self.target.tokenizer, self.draft.tokenizer
+        names, draft_names = (
+            {each.spell(token_id): token_id for token_id in each.special_ids} for each in (target, draft)
+        )
         pairs |= {names[name]: draft_names[name] for name in names.keys() & draft_names}
-        end, draft_end = self.target.eos_id, self.draft.eos_id
+        end, draft_end = target.eos_id, draft.eos_id
         if end is not None and draft_end is not None and draft_end not in pairs.values():
             pairs.setdefault(end, draft_end)
         return pairs

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
+from specwire.config.services import VerifyConfig
 from specwire.core import Verdict
+from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from verify_service.grown import Growing, Node
 from verify_service.own import Drafting
@@ -36,6 +38,12 @@ class BlockDrafts(PagedDrafts):
         self._runner = runner
         self._states: Tensor  # of the step's blocks, [num_sequences, block_size, state_size]
         self._places: dict[Growing, int] = {}
+
+    @classmethod
+    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
+        """Of the directory that `--dflash` names."""
+        runner: Any = service.runner
+        return cls(runner.drafting, may_be_tree=service.info.trees)
 
     def begin(
         self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch import Tensor
 from specwire.config.services import VerifyConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, num_in_common
 from specwire.engine import chosen
-from specwire.engine.batch import Feed, Feeds
+from specwire.engine.batch import Feed
+from specwire.engine.boot import ModelService
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
@@ -53,6 +54,12 @@ class ModelDrafts(GrownDrafts):
         self.support_len = min(vocab_size, MAX_SUPPORT)
         self._followers: dict[TokenSequence, TokenSequence] = {}
 
+    @classmethod
+    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
+        """What `--draft-model` names."""
+        runner: Any = service.runner
+        return cls(runner.drafting, config, service.info.vocab_size, may_be_tree=service.info.trees)
+
     def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing for sequences near the end of the draft's context."""
         for closed in [each for each in self._followers if each.closed]:
@@ -64,9 +71,11 @@ class ModelDrafts(GrownDrafts):
         for each in fitting:
             self._follow(each)
         caught_up = self._caught_up(fitting)
-        kinds = {each: chosen.kind_of(each.sequence.encoded) for each in caught_up if _is_long_chain(each)}
+        # A token alone is chosen as fast by the host.
+        chains = [each for each in caught_up if each.num_ranked == 1 and each.growth.max_depth > 1]
+        kinds = {each: chosen.kind_of(each.sequence.encoded) for each in chains}
         for kind in {*kinds.values()} if self._runner.can_decode else ():
-            alike = [each for each in caught_up if kinds.get(each) == kind]
+            alike = [each for each in chains if kinds[each] == kind]
             if kind is not None and self._decoded(kind, alike):
                 caught_up = [each for each in caught_up if each not in alike]
         super().grow(caught_up)
@@ -130,19 +139,14 @@ class ModelDrafts(GrownDrafts):
         """Compute what long beginnings the draft lacks, so much in a step as running streams may wait for;
         returns the sequences that lack no more than a round leaves."""
         lacking = {each: self._followers[each.sequence] for each in growing}
-        behind = {
-            each: len(own.tokens) - 1 - own.cache.length
-            for each, own in lacking.items()
-            if len(own.tokens) - own.cache.length > MAX_CATCH_UP_TOKENS
-        }
+        behind = [own for own in lacking.values() if len(own.tokens) - own.cache.length > MAX_CATCH_UP_TOKENS]
         is_alone = len(behind) == len(growing)
         room = self._config.max_num_tokens if is_alone else self._config.max_prefill_tokens
         feeds = []
-        for each, missing in behind.items():
-            own, num = lacking[each], min(missing, room)
-            if num:
-                feeds.append(Feed(own.cache, own.tokens[own.cache.length : own.cache.length + num], 0))
-                room -= num
+        for own in behind:
+            if token_ids := own.tokens[own.cache.length : -1][:room]:
+                feeds.append(Feed(own.cache, token_ids, 0))
+                room -= len(token_ids)
         if feeds:
             started_ns = clock.stopwatch_ns()
             self._forward(feeds)
@@ -168,15 +172,10 @@ class ModelDrafts(GrownDrafts):
     def _forward(self, feeds: Sequence[Feed]) -> Tensor:
         """One pass; memory that it lacks is taken from sequences that are not in it."""
         try:
-            return self._runner.forward(Feeds.of(feeds))
+            return self._runner.forward(feeds)
         except ResourceExhaustedError:
             needed = {id(feed.cache) for feed in feeds}
             for own in self._followers.values():
                 if id(own.cache) not in needed:
                     own.cache.truncate(0)
-            return self._runner.forward(Feeds.of(feeds))
-
-
-def _is_long_chain(growing: Growing) -> bool:
-    """A token alone is chosen as fast by the host."""
-    return growing.num_ranked == 1 and growing.growth.max_depth > 1
+            return self._runner.forward(feeds)

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specwire.config.services import VerifyConfig
 from specwire.core import MAX_SUPPORT
 from specwire.engine.batch import Feed
+from specwire.engine.boot import ModelService
 from specwire.proposals.tree import TokenTree
 from specwire.rule.transfer import to_device
 from verify_service.grown import Growing, Node
@@ -44,6 +46,12 @@ class Eagle3Drafts(PagedDrafts):
         self._states: Tensor  # after all nodes so far, [num_rows, size]
         self._rows: dict[tuple[Growing, int], int] = {}  # of each among them
         self._trees: dict[Growing, TokenTree] = {}
+
+    @classmethod
+    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
+        """Of the directory that `--eagle3` names."""
+        runner: Any = service.runner
+        return cls(runner.drafting, may_be_tree=service.info.trees)
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`. Proposals that begin together have their prefixes in one pass."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Outcome, Proposal, Verdict
+from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, Verdict
 from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import SpecwireError
@@ -155,7 +155,9 @@ class GrownDrafts:
         is_tree = self._may_be_tree and bool(kind) and drafting.wanted.max_depth > 0
         size = drafting.wanted.num_draft_tokens if is_tree else depth
         growth = TreeGrowth(size, depth, self._calibrations[kind])
-        num_ranked, row = NUM_RANKS if is_tree else 1, row + _row_of(drafting.outcome)
+        if drafting.outcome is not None and drafting.outcome.path:
+            row += drafting.outcome.path[-1] + 1  # whose state the outcome goes on from
+        num_ranked = NUM_RANKS if is_tree else 1
         # The masks of a grammar may fail, or be late, for one token and not for another: none is drawn then.
         is_drawn = self.draws and not kind and sequence.grammar is None
         found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row, is_drawn)
@@ -218,8 +220,3 @@ class GrownDrafts:
         if grown.supports:
             return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
         return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
-
-
-def _row_of(outcome: Outcome | None) -> int:
-    """The row of a verdict whose state the outcome goes on from."""
-    return outcome.path[-1] + 1 if outcome is not None and outcome.path else 0

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specwire.config.services import VerifyConfig
+from specwire.engine.boot import ModelService
+from specwire.engine.heads import model
 from specwire.engine.heads.model import Heads
+from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
 from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Judged
@@ -27,6 +33,17 @@ class HeadsDrafts(GrownDrafts):
         self._heads = heads
         self._states: Tensor  # so far, [num_rows, state_size]
         self._rows: dict[tuple[Growing, int], int] = {}  # of the state after a node
+
+    @classmethod
+    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
+        """Of the directory that `--heads` names."""
+        try:
+            loaded = model.load(
+                Path(config.own.argument), getattr(service.runner, "model", None), service.info
+            )
+        except ModelLoadError as error:
+            raise ModelLoadError(f"--heads {error}") from None
+        return cls(loaded, may_be_tree=service.info.trees)
 
     def split(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `GrownDrafts`; they lie side by side."""

@@ -8,12 +8,14 @@ Chains only: a tree of one layer would take attention to the nodes of a path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from torch import Tensor
 
+from specwire.config.services import VerifyConfig
 from specwire.engine.batch import Feed
+from specwire.engine.boot import ModelService
 from specwire.rule.transfer import to_device
 from verify_service.grown import Growing, Node
 from verify_service.paged import PagedDrafts
@@ -34,6 +36,12 @@ class MtpDrafts(PagedDrafts):
         self._runner = runner
         self._states: Tensor  # after the nodes of the last pass
         self._rows: dict[Growing, int] = {}  # of each sequence's among them
+
+    @classmethod
+    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
+        """With those of the target."""
+        runner: Any = service.runner
+        return cls(runner.drafting)
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
         """See `GrownDrafts`. Chains that began together: all nodes have one depth."""

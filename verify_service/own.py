@@ -62,15 +62,6 @@ class Going:
         first_id = self.first_id - self.num_begun - 1
         return Going(self.end_len, self.longest_len, self.goes_on, self.wanted, first_id=first_id)
 
-    def may_begin(self, proposal: Proposal | None, committed_len: int) -> bool:
-        """Whether a round with this proposal, or none, is begun after so many committed tokens."""
-        num_ahead = self.num_begun - self.num_asked
-        if not self.goes_on or committed_len >= self.end_len:
-            return False
-        if proposal is None:
-            return num_ahead < self.wanted.num_plain
-        return num_ahead < _MAX_UNASKED and committed_len + len(proposal.token_ids) <= self.longest_len
-
 
 @dataclass(slots=True, eq=False)
 class Drafting:
@@ -105,10 +96,14 @@ class Drafting:
     def following(self) -> Drafting | None:
         """The round that the sequence begins by itself now, as the latest wishes say; None if none."""
         going, proposal = self.going, self.proposal
-        if self.outcome is None:
+        if self.outcome is None or not going.goes_on:
             return None
         committed_len = self.judged.base_len + self.outcome.num_accepted + 1
-        if not going.may_begin(proposal, committed_len):
+        longest_len = committed_len + len(proposal.token_ids if proposal else ())
+        most_ahead = _MAX_UNASKED if proposal else going.wanted.num_plain
+        if committed_len >= going.end_len or longest_len > going.longest_len:
+            return None
+        if going.num_begun - going.num_asked >= most_ahead:
             return None
         ahead_id = going.first_id - going.num_begun
         going.num_begun += 1
@@ -142,7 +137,7 @@ class OwnDrafts(Protocol):
     """Proposes for all sequences of a step at once. Engine thread only.
 
     Attributes:
-        num_passes, num_nodes, prefill_ns: that the last proposals took, see `device.Drafting`.
+        num_passes, num_nodes, prefill_ns: that the last proposals took, see `device.DraftCost`.
     """
 
     num_passes: int

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from specwire.config.own_methods import DFLASH, DRAFT_MODEL, EAGLE3, HEADS, LAYERS, MTP
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.boot import ModelService
-from specwire.engine.heads import model as heads
-from specwire.engine.layers import files as layers
-from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.streams import Limits
-from specwire.engine.thread import settle
-from specwire.errors import ModelLoadError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
@@ -66,47 +58,19 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         yield address
 
 
+METHODS: Mapping[str, Callable[[VerifyConfig, ModelService], OwnDrafts]] = {
+    HEADS: HeadsDrafts.load,
+    LAYERS: LayersDrafts.load,
+    MTP: MtpDrafts.load,
+    DFLASH: BlockDrafts.load,
+    EAGLE3: Eagle3Drafts.load,
+    DRAFT_MODEL: ModelDrafts.load,
+}
+"""What the target proposes with, by its source. A ModelLoadError names the flag and the reason."""
+
+
 def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None:
     """What the target proposes with; None for nothing."""
-    own = config.own
-    runner: Any = service.runner
-    if own.source == HEADS:
-        return _load_heads(own.argument, service)
-    if own.source == LAYERS:
-        return _load_layers(own.argument, config.model, service)
-    if own.source == MTP:
-        return MtpDrafts(runner.drafting)
-    if own.source in (DFLASH, EAGLE3):
-        kind = BlockDrafts if own.source == DFLASH else Eagle3Drafts
-        return kind(runner.drafting, may_be_tree=service.info.trees)
-    if own.source == DRAFT_MODEL:
-        vocab_size = service.info.vocab_size
-        return ModelDrafts(runner.drafting, config, vocab_size, may_be_tree=service.info.trees)
+    if load := METHODS.get(config.own.source):
+        return load(config, service)
     return ForcedDrafts() if service.info.grammars else None
-
-
-def _load_heads(directory: str, service: ModelService) -> HeadsDrafts:
-    """Raises:
-    ModelLoadError: naming the flag and the reason.
-    """
-    try:
-        loaded = heads.load(Path(directory), getattr(service.runner, "model", None), service.info)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"--heads {error}") from None
-    return HeadsDrafts(loaded, may_be_tree=service.info.trees)
-
-
-def _load_layers(given: str, model: str, service: ModelService) -> LayersDrafts:
-    """Raises:
-    ModelLoadError: naming the flag and the reason.
-    """
-    runner: Any = service.runner
-    directory = boot.model_directory(boot.resolve(model, "verify"))
-    try:
-        skipped = layers.chosen(given, directory, service.info)
-        made: Future[ModelBlocks] = Future()
-        service.engine.run_soon(lambda: settle(made, lambda: ModelBlocks(runner.model)))  # it runs the model
-        left_out = made.result().without(skipped)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"--layers {given}: {error}") from None
-    return LayersDrafts(runner, left_out)

@@ -39,7 +39,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         await stream.serve(requests)
 
     def _spans(self, headers: Iterable[tuple[str, str]]) -> SequenceSpans:
-        return SequenceSpans.of(self._tracer, "verify", _METHOD, headers, is_detailed=self._trace_detail)
+        context = self._tracer.propagators.read(headers)
+        return SequenceSpans(self._tracer, "verify", _METHOD, context, self._trace_detail)
 
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Any

@@ -201,34 +201,19 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     def _begin(self, sequence: OpenSequence[_State], following: Next, base_len: int) -> None:
         """Go on: in the background, since requests of other sequences come first."""
         begun = _Round(sequence, 0, following.continuation.ahead_id, None, Span(), following.proposal)
-        begun.job = VerifyJob(
-            sequence.tokens,
-            base_len,
-            following.token_ids,
-            proposal=following.proposal,
-            worth=1.0,
-            goes_on=True,
-            tag=begun,
-        )
-        begun.job.drafting = _drafting(begun)
+        job = VerifyJob(sequence.tokens, base_len, following.token_ids, worth=1.0, goes_on=True, tag=begun)
+        job.proposal, job.drafting, begun.job = following.proposal, _drafting(begun), job
         num_drafted = len(following.proposal.token_ids)
-        self.service.engine.submit(begun.job, self._judged, extra_len=num_drafted, background=True)
+        self.service.engine.submit(job, self._judged, extra_len=num_drafted, background=True)
         sequence.state.begun.append(begun)
 
     def _begin_again(self, begun: _Round) -> None:
         """In the foreground now, as there was no memory to work ahead in."""
         assert begun.job is not None
-        before = begun.job
-        begun.has_failed = False
-        begun.job = VerifyJob(
-            before.sequence,
-            before.base_len,
-            before.token_ids,
-            proposal=before.proposal,
-            drafting=before.drafting,
-            tag=begun,
-        )
-        self.service.engine.submit(begun.job, self._judged, extra_len=len(before.proposal.token_ids))
+        before, begun.has_failed = begun.job, False
+        job = VerifyJob(before.sequence, before.base_len, before.token_ids, tag=begun)
+        job.proposal, job.drafting, begun.job = before.proposal, before.drafting, job
+        self.service.engine.submit(job, self._judged, extra_len=len(job.proposal.token_ids))
 
     def _check_kind(self, proposal: Proposal, params: SamplingParams) -> None:
         """Refuse a proposal that the rule of its sequence does not judge, or this service.
@@ -258,7 +243,10 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             for job, result in results:
                 assert isinstance(job, VerifyJob)
                 judged: _Round = job.tag
-                if not self._is_wanted(judged):
+                sequence = judged.sequence
+                is_open = self.sequences.get(sequence.sequence_id) is sequence
+                if not is_open or (judged.ahead_id and judged not in sequence.state.begun):
+                    # Its sequence is closed, or another round took its place.
                     judged.span.fail(tracing.CANCELLED)
                     judged.span.end()
                     continue
@@ -267,21 +255,15 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                     continue
                 judged.is_done, judged.job = True, None
                 if judged.received_ns is not None:
-                    judged.sequence.num_unanswered -= 1
+                    sequence.num_unanswered -= 1
                     if judged.ahead_id:
-                        judged.sequence.state.begun.remove(judged)
+                        sequence.state.begun.remove(judged)
                 if job.drafting is not None:
-                    judged.continuation = self._gone_on(judged.sequence, job.drafting, job.following)
-                elif judged.proposal is not None and judged.sequence.state.ahead is not None:
-                    judged.continuation = self._go_on(judged.sequence, judged.proposal, result)
+                    judged.continuation = self._gone_on(sequence, job.drafting, job.following)
+                elif judged.proposal is not None and sequence.state.ahead is not None:
+                    judged.continuation = self._go_on(sequence, judged.proposal, result)
                 answered.append(job)
         self.answer(answered)
-
-    def _is_wanted(self, judged: _Round) -> bool:
-        """Whether its sequence is open, and no other round took its place."""
-        sequence = judged.sequence
-        is_open = self.sequences.get(sequence.sequence_id) is sequence
-        return is_open and (not judged.ahead_id or judged in sequence.state.begun)
 
     def _go_on(
         self, sequence: OpenSequence[_State], proposal: Proposal, verdict: Verdict
@@ -309,10 +291,10 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
     ) -> Continuation | None:
         """Note the round that the engine has begun after this one, if it has; None if nothing is proposed."""
         outcome, state = drafting.outcome, sequence.state
-        if outcome is None:
+        if outcome is None or not (following or drafting.proposal):
             return None
         if following is None:
-            return Continuation(0, outcome) if drafting.proposal else None
+            return Continuation(0, outcome)
         assert following.drafting is not None
         proposal, ahead_id = following.drafting.judged, following.drafting.ahead_id
         begun = _Round(sequence, 0, ahead_id, None, Span(), proposal, job=following)
@@ -370,10 +352,8 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 def _wanted(wanted: Wanted, *, is_drafted: bool) -> Wanted:
     """What is to follow the verdict; no proposal where the service does not draft."""
     for name, attribute in verify_wire.WANTED_COLUMNS.items():
-        value, most = (
-            getattr(wanted, attribute),
-            MAX_AHEAD if attribute == "num_plain" else MAX_NUM_DRAFT_TOKENS,
-        )
+        value = getattr(wanted, attribute)
+        most = MAX_AHEAD if attribute == "num_plain" else MAX_NUM_DRAFT_TOKENS
         if not 0 <= value <= most:
             raise InvalidRequestError(name, value, f"must lie in [0, {most}]")
     return wanted if is_drafted else replace(wanted, num_draft_tokens=0)

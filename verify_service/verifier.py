@@ -5,7 +5,7 @@ The accept rule itself runs in the coordinator (`specwire.rule.acceptance`). Kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specwire.core import NO_TOKEN, Logprobs, Proposal, SamplingParams, Verdict
-from specwire.engine.device import NO_DRAFTING, Drafting
+from specwire.core import NO_TOKEN, Logprobs, Proposal, Verdict
+from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
@@ -51,18 +51,36 @@ class VerifyJob(Job):
             self.sequence.tree = TokenTree(self.committed_len, tuple(self.proposal.parents))
         self.num_rows = len(self.proposal.token_ids) + 1
 
-    def case(self) -> Case:
-        """What to judge, and the parameters needed for it."""
-        sequence, params = self.sequence, self.sequence.params
-        return Case(
-            params=params,
-            prompt_len=sequence.prompt_len,
-            history=np.array(sequence.tokens, np.int64) if params.needs_history else _NO_IDS,
-            committed_len=self.committed_len,
-            seed=sequence.seed,
-            proposal=self.proposal,
-            masks=self.masks,
+    def positions(self) -> list[int]:
+        """Of the tokens that are drawn after the prefix, and after each draft token."""
+        parents, start = self.proposal.parents, self.committed_len
+        depths = tree.depths(parents) if parents else range(self.num_rows - 1)
+        return [start, *(start + depth + 1 for depth in depths)]
+
+    def rows(self) -> list[Row]:
+        """How each row is sampled, where the columns of `Rows` are not enough."""
+        sequence, parents, start = self.sequence, self.proposal.parents, self.committed_len
+        is_read, positions = sequence.params.needs_history, self.positions()
+        tokens = np.array(sequence.tokens if is_read else (), np.int64)
+        histories = [tokens[:position] for position in positions]
+        if parents and is_read:
+            paths = (np.array(tree.path_to(parents, node), np.int64) for node in range(-1, len(parents)))
+            histories = [np.append(tokens[:start], tokens[start + path]) for path in paths]
+        row = Row(sequence.params, sequence.prompt_len, (), start, sequence.seed, start, self.masks)
+        return [
+            row._replace(history=history, position=position, mask_row=i)  # type: ignore[arg-type]
+            for i, (position, history) in enumerate(zip(positions, histories, strict=True))
+        ]
+
+    def candidates(self) -> list[IntArray]:
+        """Of each row, the tokens that may be emitted besides the target's own: draft tokens, supports."""
+        proposal = self.proposal
+        token_ids, supports = proposal.token_ids, proposal.supports or [NO_SUPPORT] * len(proposal.token_ids)
+        drafted = (
+            [token_ids[child] for child in proposal.children(node)] for node in range(-1, len(token_ids))
         )
+        both = zip(drafted, [*supports, NO_SUPPORT], strict=True)
+        return [np.array([*here, *support.token_ids], np.int64) for here, support in both]
 
     def follow(self) -> None:
         """Go on with what was drafted after the verdict, or without, if the sequence does so by itself."""
@@ -81,76 +99,19 @@ class VerifyJob(Job):
             goes_on=True,
         )
 
-    def ask_masks(self) -> None:
-        """Of its rows."""
-        if self.sequence.grammar is not None:
-            tokens = self.sequence.tokens[: self.committed_len]
-            self.masks = self.sequence.masks(tokens, self.proposal.token_ids, self.proposal.parents)
 
-
-class Case(NamedTuple):
-    """One sequence's rows, one by one: for the committed prefix, and for each draft token.
+class Reported(NamedTuple):
+    """Of a request that reports log probabilities.
 
     Attributes:
-        history: int64, all of its tokens, drafts included; empty where the parameters do not need them.
-        committed_len: position of its first row.
-        masks: of the rows, where there is a grammar.
+        first: of its rows.
+        num_top: likeliest tokens to report at each.
+        candidates: see `VerifyJob.candidates`.
     """
 
-    params: SamplingParams
-    prompt_len: int
-    history: IntArray
-    committed_len: int
-    seed: int
-    proposal: Proposal
-    masks: LazyMasks | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of logits."""
-        return len(self.proposal.token_ids) + 1
-
-    def rows(self) -> list[Row]:
-        """How each row is sampled."""
-        return [
-            Row(
-                params=self.params,
-                prompt_len=self.prompt_len,
-                history=history,  # type: ignore[arg-type]
-                position=position,
-                seed=self.seed,
-                base_len=self.committed_len,
-                masks=self.masks,
-                mask_row=i,
-            )
-            for i, (position, history) in enumerate(self._paths())
-        ]
-
-    def _paths(self) -> Iterator[tuple[int, IntArray]]:
-        """The position of each row, and the tokens before it."""
-        parents = self.proposal.parents
-        if not parents:
-            for position in range(self.committed_len, self.committed_len + self.num_rows):
-                yield position, self.history[:position]
-            return
-        for node in range(-1, len(parents)):
-            path = np.array(tree.path_to(parents, node), np.int64)
-            history = self.history
-            if len(history):
-                history = np.concatenate([history[: self.committed_len], history[self.committed_len + path]])
-            yield self.committed_len + len(path), history
-
-    def row_supports(self) -> list[IntArray]:
-        """The support at each row; empty at the last row, where nothing was proposed."""
-        supports = self.proposal.supports or [NO_SUPPORT] * len(self.proposal.token_ids)
-        return [*(support.token_ids for support in supports), _NO_IDS]
-
-    def row_drafts(self) -> list[list[int]]:
-        """The draft tokens that may be accepted at each row."""
-        token_ids = self.proposal.token_ids
-        return [
-            [token_ids[child] for child in self.proposal.children(node)] for node in range(-1, len(token_ids))
-        ]
+    first: int
+    num_top: int
+    candidates: Sequence[IntArray]
 
 
 class Cases(NamedTuple):
@@ -166,7 +127,7 @@ class Cases(NamedTuple):
     rows: Rows
     support_ids: IntArray
     support_lens: IntArray
-    reporting: Mapping[int, Case]
+    reporting: Mapping[int, Reported]
 
     @classmethod
     def of(cls, jobs: Sequence[VerifyJob]) -> Cases:
@@ -175,34 +136,30 @@ class Cases(NamedTuple):
         num_rows = [job.num_rows for job in jobs]
         committed_lens = [job.committed_len for job in jobs]
         supports: list[IntArray] = []
-        special: dict[int, Case] = {}
+        paths: dict[int, list[int]] = {}
+        edited: dict[int, Row] = {}
+        reporting: dict[int, Reported] = {}
+        first = 0
         for i, (job, one) in enumerate(zip(jobs, encoded, strict=True)):
             if not one.traits & MATCHED:
                 supports += [*(support.token_ids for support in job.proposal.supports), _NO_IDS]
-            if job.proposal.parents or one.traits & (EDITED | LOGPROBS):
-                special[i] = job.case()
-        paths = {
-            i: [row.position for row in case.rows()] for i, case in special.items() if case.proposal.parents
-        }
-        edited: dict[int, Row] = {}
-        for i, case in special.items():
-            if encoded[i].traits & EDITED:
-                edited |= enumerate(case.rows(), sum(num_rows[:i]))
+            if job.proposal.parents:
+                paths[i] = job.positions()
+            if one.traits & EDITED:
+                edited |= enumerate(job.rows(), first)
+            if one.traits & LOGPROBS:
+                reporting[i] = Reported(first, job.sequence.params.logprobs or 0, job.candidates())
+            first += job.num_rows
         return cls(
             rows=Rows(encoded, num_rows, committed_lens, committed_lens, paths, edited),
             support_ids=np.concatenate([_NO_IDS, *supports]),
             support_lens=np.fromiter(map(len, supports), np.int64, len(supports)),
-            reporting={i: case for i, case in special.items() if case.params.logprobs is not None},
+            reporting=reporting,
         )
 
-    @property
-    def starts(self) -> list[int]:
-        """[num_cases], each one's first row."""
-        return [0, *accumulate(self.rows.num_rows[:-1])]
 
-
-class Judged(NamedTuple):
-    """The results of a step.
+class Results(NamedTuple):
+    """Of a step.
 
     Attributes:
         token_ids: int64 [num_rows], the target's own token where tokens are matched, else one drawn outside
@@ -239,10 +196,12 @@ class VerifyDecider:
         """One case for each job."""
         verifies = [job for job in jobs if isinstance(job, VerifyJob)]
         for job in verifies:
-            job.ask_masks()
+            if job.sequence.grammar is not None:
+                tokens, drafted = job.sequence.tokens[: job.committed_len], job.proposal
+                job.masks = job.sequence.masks(tokens, drafted.token_ids, drafted.parents)
         return Cases.of(verifies)
 
-    def decide(self, cases: Cases, logits: Tensor) -> Judged:
+    def decide(self, cases: Cases, logits: Tensor) -> Results:
         """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
         if self.drafts is None:
             return self._judged(cases, logits)
@@ -250,17 +209,16 @@ class VerifyDecider:
         return self._judged(cases, logits)._replace(states=states)
 
     @staticmethod
-    def _judged(cases: Cases, logits: Tensor) -> Judged:
+    def _judged(cases: Cases, logits: Tensor) -> Results:
         rows = cases.rows
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         judged = _evaluate(log_probs, cases)
-        starts = cases.starts
-        for i, case in cases.reporting.items():
-            here = slice(starts[i], starts[i] + case.num_rows)
-            judged.logprobs[i] = _logprobs(case, logits[here], judged.token_ids[here].tolist())
+        for i, reported in cases.reporting.items():
+            here = slice(reported.first, reported.first + len(reported.candidates))
+            judged.logprobs[i] = _logprobs(reported, logits[here], judged.token_ids[here])
         return judged
 
-    def apply(self, jobs: Sequence[Job], judged: Judged) -> None:
+    def apply(self, jobs: Sequence[Job], judged: Results) -> None:
         """Verdicts, then what is proposed after them, and the rounds that sequences begin by themselves."""
         self._set_verdicts(jobs, judged)
         self.drafting = NO_DRAFTING
@@ -276,13 +234,13 @@ class VerifyDecider:
             self.drafts.propose(drafted, judged.states)
             spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
             counts = self.drafts.num_passes, self.drafts.num_nodes
-            self.drafting = Drafting(*counts, spent_ns - prefill_ns, prefill_ns)
+            self.drafting = DraftCost(*counts, spent_ns - prefill_ns, prefill_ns)
         for job, each in going_on:
             each.judge()
             job.follow()
 
     @staticmethod
-    def _set_verdicts(jobs: Sequence[Job], judged: Judged) -> None:
+    def _set_verdicts(jobs: Sequence[Job], judged: Results) -> None:
         token_ids, tail_mass = judged.token_ids.tolist(), judged.tail_mass.tolist()
         probs, support_len = [*judged.target_probs], judged.target_probs.shape[1]
         start = sampled = 0
@@ -302,17 +260,23 @@ class VerifyDecider:
             verdict = Verdict(job.committed_len, token_ids[start:end], target_probs, tails, logprobs)
             error = job.masks.error if job.masks is not None else None
             # Of rows that the rule does not reach nothing may be told: see `acceptance.accept`.
-            job.result = error or (verdict if token_ids[start] != NO_TOKEN else _not_finite())
+            if error is None and token_ids[start] == NO_TOKEN:
+                error = InternalError("the target's logits are not finite")
+            job.result = error or verdict
             start = end
 
 
-def _evaluate(log_probs: Tensor, cases: Cases) -> Judged:
+def _evaluate(log_probs: Tensor, cases: Cases) -> Results:
     """Compute all results on the device, and copy them to the host at once."""
     matched, sampled = cases.rows.having(MATCHED), cases.rows.having(MATCHED, wanted=False)
     # A row's maximum is not finite where its logits are not, or where the parameters made them so; single
     # entries of -inf do not show.
-    chosen, judged = _choose(log_probs, cases.rows, matched), _judge(log_probs, cases, sampled)
-    maxima, *results = to_host(log_probs.amax(dim=1), *chosen, *judged)
+    found = [log_probs.amax(dim=1)]
+    if matched is not None:
+        found.append(choose_matched(take_rows(log_probs, matched), cases.rows.take(matched)))
+    if sampled is not None:
+        found += _judge(log_probs, cases, sampled)
+    maxima, *results = to_host(*found)
     token_ids = np.empty(len(maxima), np.int64)
     target_probs, tail_mass = _NO_PROBS, _NO_MASS
     if matched is not None:
@@ -320,38 +284,19 @@ def _evaluate(log_probs: Tensor, cases: Cases) -> Judged:
     if sampled is not None:
         target_probs, tail_mass, token_ids[sampled] = results[-3:]
     token_ids[~np.isfinite(maxima)] = NO_TOKEN
-    return Judged(token_ids, target_probs, tail_mass, {})
+    return Results(token_ids, target_probs, tail_mass, {})
 
 
-def _choose(log_probs: Tensor, rows: Rows, places: Places | None) -> tuple[Tensor, ...]:
-    """Greedy and Gumbel: the target's own choice at each of some rows, int64 [num_places]."""
-    return () if places is None else (choose_matched(take_rows(log_probs, places), rows.take(places)),)
-
-
-def _judge(log_probs: Tensor, cases: Cases, places: Places | None) -> tuple[Tensor, ...]:
+def _judge(log_probs: Tensor, cases: Cases, places: Places) -> tuple[Tensor, ...]:
     """Rejection sampling: the results of `sampling.judge_support` for the sampled rows."""
-    if places is None:
-        return ()
     probs = take_rows(log_probs, places).exp()
     uniforms = uniforms_for(cases.rows.take(places), Purpose.TARGET, probs.device)
     support_ids = to_device(padded(cases.support_ids, cases.support_lens, -1), probs.device)
     return sampling.judge_support(probs, support_ids, uniforms)
 
 
-def _logprobs(case: Case, logits: Tensor, token_ids: list[int]) -> list[Logprobs]:
+def _logprobs(reported: Reported, logits: Tensor, token_ids: IntArray) -> list[Logprobs]:
     """Log probabilities before warps and penalties, of every token that may be emitted and the likeliest."""
-    assert case.params.logprobs is not None
-    candidates = [
-        np.unique([t for t in (token_id, *draft, *support) if t >= 0]).astype(np.int64)
-        for token_id, draft, support in zip(
-            token_ids,
-            case.row_drafts(),
-            case.row_supports(),
-            strict=True,
-        )
-    ]
-    return position_logprobs(logits, candidates, case.params.logprobs)
-
-
-def _not_finite() -> InternalError:
-    return InternalError("the target's logits are not finite")
+    each = zip(token_ids, reported.candidates, strict=True)
+    candidates = [np.unique(found[found >= 0]) for own, ids in each for found in [np.append(ids, own)]]
+    return position_logprobs(logits, candidates, reported.num_top)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
@@ -18,25 +18,8 @@ from specwire.proposals.prepared import PreparedProposals
 from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
 from specwire.v1 import common_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """How a proposal was made, for the ledger; empty for the answer to a request.
-
-    Attributes:
-        forward_ns: the passes that made it.
-        last_request_id: the last request that had arrived at the draft when it was sent.
-        request_age_ns: the age of that request then.
-        traceparent: of the span of its preparation; empty if there is none.
-    """
-
-    forward_ns: int = 0
-    last_request_id: int = 0
-    request_age_ns: int = 0
-    traceparent: str = ""
-
-
-_ASKED = Origin()
+ASKED = PreparedAnswer(0, (), Proposal(0), 0, 0, 0)
+"""The origin of a proposal that is the answer to a request."""
 _MAX_PREPARED = 2 * MAX_NUM_OUTCOMES
 """Proposals that are kept: those for the last request, and for the one before."""
 
@@ -133,7 +116,7 @@ class DraftSequence:
         cost = self._cost_of_answer if answered else self._cost_of_pushed
         return found.proposal, cost(found.origin, num_prefill_tokens)
 
-    def _cost_of_answer(self, origin: Origin, num_prefill_tokens: int) -> Cost:
+    def _cost_of_answer(self, origin: PreparedAnswer, num_prefill_tokens: int) -> Cost:
         """Of the request that was sent last, and is answered."""
         answer = self._answer
         assert answer is not None
@@ -147,14 +130,14 @@ class DraftSequence:
             num_prefill_tokens,
         )
 
-    def _cost_of_pushed(self, origin: Origin, num_prefill_tokens: int) -> Cost:
+    def _cost_of_pushed(self, origin: PreparedAnswer, num_prefill_tokens: int) -> Cost:
         """Of the request that was sent last, which a prepared proposal has made unnecessary.
 
         Where the request had arrived when the proposal was sent, the draft worked on since; else the
         proposal was on its way already.
         """
         had_arrived = origin.last_request_id >= self._asked_id
-        age_ns = origin.request_age_ns if had_arrived else 0
+        age_ns = origin.last_request_age_ns if had_arrived else 0
         on_path_ns = min(origin.forward_ns, age_ns)
         timings = Timings(residence_ns=age_ns, forward_ns=on_path_ns, ahead_ns=origin.forward_ns - on_path_ns)
         cost = split(CallOutcome.BEGUN, clock.stopwatch_ns() - self._asked_ns, timings, self.request_bytes)
@@ -182,19 +165,9 @@ class DraftSequence:
         base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
         self._num_requests += 1
         token_ids = committed[base_len:]
-        self._link.put(
-            DraftOrder(
-                self._sequence_id,
-                self._num_requests,
-                base_len,
-                token_ids,
-                plan.num_draft_tokens,
-                plan.max_depth,
-                preparation,
-                traceparent,
-                plan.num_chains,
-            )
-        )
+        asked = self._sequence_id, self._num_requests, base_len, token_ids
+        wanted = plan.num_draft_tokens, plan.max_depth, preparation
+        self._link.put(DraftOrder(*asked, *wanted, traceparent, plan.num_chains))
         return token_ids
 
     def received(self, answer: DraftAnswer | PreparedAnswer, num_bytes: int) -> None:
@@ -207,21 +180,18 @@ class DraftSequence:
             self._link.close_sequence(self._sequence_id)
             return
         if isinstance(answer, DraftAnswer):
-            self._answered(answer, num_bytes)
+            self._num_answered = answer.request_id
+            self.message_number = self._link.num_received
+            self._on_answer()
+            if answer.request_id == self._asked_id:
+                self._answer, self._answer_bytes = answer, num_bytes
+                self._answered_ns = clock.stopwatch_ns()
             if proposal.token_ids:
-                self.prepared.add((), proposal, _ASKED)
+                self.prepared.add((), proposal, ASKED)
         else:
-            self.prepared.add(answer.path, proposal, _origin(answer))
+            self.prepared.add(answer.path, proposal, answer)
             self._on_prepared(answer.path, proposal)
         self._wake()
-
-    def _answered(self, answer: DraftAnswer, num_bytes: int) -> None:
-        self._num_answered = answer.request_id
-        self.message_number = self._link.num_received
-        self._on_answer()
-        if answer.request_id == self._asked_id:
-            self._answer, self._answer_bytes = answer, num_bytes
-            self._answered_ns = clock.stopwatch_ns()
 
     def failed(self, error: SpecwireError) -> None:
         """See `link.Receiver`."""
@@ -237,12 +207,3 @@ class DraftSequence:
         """Close it; the peer frees its memory, and a wait for a proposal ends."""
         self._link.close_sequence(self._sequence_id)
         self.failed(ServiceUnavailableError("the sequence was closed"))
-
-
-def _origin(prepared: PreparedAnswer) -> Origin:
-    return Origin(
-        forward_ns=prepared.forward_ns,
-        last_request_id=prepared.last_request_id,
-        request_age_ns=prepared.last_request_age_ns,
-        traceparent=prepared.traceparent,
-    )

@@ -11,7 +11,7 @@ from typing import Protocol
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
 from coordinator.peers.checks import check_proposal
-from coordinator.peers.draft_sequence import DraftSequence, Origin
+from coordinator.peers.draft_sequence import ASKED, DraftSequence
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
@@ -207,16 +207,12 @@ class RemoteDrafter:
         """The replica of the sequence, or to open one at; None if there is none."""
         if self._current is not None:
             return self._current.replica
-        replica = self._pool.choose(committed, self._avoided(), self._opening.cache_salt)
+        now_s = clock.stopwatch_ns() / 1e9 if self._not_before_s else 0.0
+        avoided = {replica for replica, not_before_s in self._not_before_s.items() if now_s < not_before_s}
+        replica = self._pool.choose(committed, avoided, self._opening.cache_salt)
         if replica is None:
             self.unavailable = self.unavailable or self._pool.unavailable
         return replica
-
-    def _avoided(self) -> set[Replica]:
-        if not self._not_before_s:
-            return set()
-        now_s = clock.stopwatch_ns() / 1e9
-        return {replica for replica, not_before_s in self._not_before_s.items() if now_s < not_before_s}
 
     # --- one proposal ---------------------------------------------------------------------------------
 
@@ -242,7 +238,7 @@ class RemoteDrafter:
         preparation = _preparation(self._current.replica, plan)
         if preparation is not None:
             self._current.sequence.continue_from(committed, proposal, preparation)
-        origin = found.origin if found is not None else Origin()
+        origin = found.origin if found is not None else ASKED
         return Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
 
     @property

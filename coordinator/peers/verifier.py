@@ -28,6 +28,7 @@ from specwire.proposals import tree
 from specwire.proposals.estimate import clock
 from specwire.proposals.prepared import PreparedProposals
 from specwire.rpc.wire import model as wire
+from specwire.rpc.wire import proposals
 from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
@@ -135,7 +136,7 @@ class _VerifySequence:
         self._last_ahead_id += 1
         self._ahead.add(path, proposal, self._last_ahead_id)
         order = AheadOrder(self._sequence_id, self._last_ahead_id, path, proposal)
-        self._link.push(order, order.num_bytes)
+        self._link.push(order, proposals.num_bytes(path, proposal, proposal.support_len))
 
     def begun(self, committed: Sequence[int], continuation: Continuation | None) -> Proposal | None:
         """What the peer judges next; None if that does not follow the committed tokens.

@@ -11,18 +11,58 @@ import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
-from draft_service.inner.jobs import InnerJob
+from draft_service.drafter import DraftDecider
+from draft_service.inner.jobs import InnerJob, InnerStream
+from draft_service.inner.model import ModelDrafter
 from draft_service.inner.pace import MOST_GUESSES, Look, Pace
-from draft_service.inner.stream import InnerDrafter, InnerStream
+from draft_service.inner.text import TextGuesser
+from specwire.config.services import DraftConfig
+from specwire.config.speculative import INNER_METHODS
 from specwire.core import SamplingParams
+from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import Job
-from specwire.errors import SpecwireError
+from specwire.errors import ModelLoadError, SpecwireError
 from specwire.proposals.estimate.costs import CostModel
 from specwire.proposals.estimate.rates import Rate
+from specwire.text.tokenizer import load as load_tokenizer
 
 log = logging.getLogger(__name__)
+
+
+class InnerDrafter(Protocol):
+    """Guesses what the draft will draw next. Engine thread only.
+
+    Attributes:
+        guess_ns: measured time of one further guess of all jobs of a pass.
+    """
+
+    guess_ns: float
+
+    def open(self) -> Any:
+        """What it keeps of a new stream's committed tokens; any thread.
+
+        It has a `length`, and can `truncate(length)`, `extend(token_ids)` and `release()` what it holds.
+        """
+
+    def look(self, job: InnerJob) -> Look | None:
+        """What is known of the tokens that follow the job's, at no cost to speak of."""
+
+    def guess(
+        self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
+    ) -> list[Sequence[int]]:
+        """At most so many tokens for each job.
+
+        Raises:
+            SpecwireError: it cannot guess now.
+        """
+
+    def close(self) -> None:
+        """Free its device; nothing runs any more."""
 
 
 class Hierarchy:
@@ -102,3 +142,49 @@ class Hierarchy:
     def close(self) -> None:
         """Once nothing runs any more."""
         self.drafter.close()
+
+
+def chosen(config: DraftConfig) -> Hierarchy | None:
+    """What `--inner` asks for, to be loaded; None without."""
+    inner = config.inner
+    if not inner:
+        return None
+    name = Path(inner).name if Path(inner).exists() else inner
+    return Hierarchy(name, partial(_load, config))
+
+
+def _load(config: DraftConfig, vocab_size: int) -> InnerDrafter:
+    """The drafter, on the thread that will run it.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded, or its tokenizer is not the draft's.
+    """
+    if config.inner in INNER_METHODS:
+        return TextGuesser(config.inner)
+    source = boot.resolve(config.inner, "draft")
+    found = map(load_tokenizer, (source, boot.resolve(config.model, "draft")))
+    ours, theirs = (tokenizer.fingerprint if tokenizer else "" for tokenizer in found)
+    if ours != theirs:
+        raise ModelLoadError(f"--inner {config.inner}: its tokenizer is not that of --model {config.model}")
+    own = dataclasses.replace(
+        config,
+        model=config.inner,
+        inner="",
+        batch_invariant=False,
+        kv_cache_memory=0.0,
+        gpu_memory_utilization=0.0,
+        least_pass_ms=0.0,
+    )
+    from specwire.engine import models  # takes seconds to import, and text needs none of it
+
+    try:
+        runner, description = models.make_runner(own, source)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--inner {error}") from error
+    return ModelDrafter(
+        runner,
+        DraftDecider(own),
+        context_len=min(description["context_len"], own.num_kv_tokens),
+        vocab_limit=vocab_size,
+        max_prefill_tokens=own.max_prefill_tokens,
+    )

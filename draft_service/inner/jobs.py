@@ -4,10 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from draft_service.drafter import DraftJob
-from draft_service.inner.stream import InnerStream
+from draft_service.inner.pace import Pace
 from specwire.engine.drawn import Drawn
+from specwire.engine.jobs import TokenSequence
+
+
+class InnerStream:
+    """What an inner drafter knows of one stream, all of whose jobs share it. Engine thread only.
+
+    Attributes:
+        memory: of the committed tokens; of a type that belongs to the drafter, see `InnerDrafter.open`.
+        pace: how many guesses its jobs run.
+        is_closed: nothing is guessed any more.
+    """
+
+    def __init__(self, memory: Any, pace: Pace | None = None) -> None:
+        self.memory = memory
+        self.pace = pace or Pace()
+        self.is_closed = False
+
+    def commit(self, sequence: TokenSequence, base_len: int, length: int) -> None:
+        """The sequence was rolled back to a base, and its tokens up to this length are committed.
+
+        If it is not so, guesses are poor and nothing else is wrong: every one is compared.
+        """
+        self.memory.truncate(base_len)
+        self.memory.extend(sequence.tokens[self.memory.length : length])
+
+    def close(self) -> None:
+        """Free its memory."""
+        self.is_closed = True
+        self.memory.release()
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_service.drafter import DraftDecider, DraftJob
+from draft_service.inner.jobs import InnerJob
 from draft_service.inner.pace import Look
-from draft_service.inner.stream import Asked
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.device import Runner
@@ -36,20 +36,20 @@ class ModelMemory:
 
     @property
     def length(self) -> int:
-        """See `Memory`."""
+        """See `InnerDrafter.open`."""
         return len(self.sequence.tokens)
 
     def truncate(self, length: int) -> None:
-        """See `Memory`."""
+        """See `InnerDrafter.open`."""
         del self.sequence.tokens[length:]
         self.sequence.cache.truncate(min(self.sequence.cache.length, length))
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """See `Memory`."""
+        """See `InnerDrafter.open`."""
         self.sequence.tokens += token_ids
 
     def release(self) -> None:
-        """See `Memory`."""
+        """See `InnerDrafter.open`."""
         self.sequence.cache.release()
 
 
@@ -82,7 +82,7 @@ class ModelDrafter:
         """See `InnerDrafter`."""
         return ModelMemory(self.runner)
 
-    def look(self, job: Asked) -> Look | None:
+    def look(self, job: InnerJob) -> Look | None:
         """Its guesses are alike, as far as it knows the text so far."""
         memory: ModelMemory = job.inner.memory
         tokens, num_cached = job.sequence.tokens, memory.sequence.cache.length
@@ -102,7 +102,9 @@ class ModelDrafter:
             self.runner.run(Feeds.of([Feed(sequence.cache, token_ids, 0)]), None, self._decider.decide)
             self.runner.end_step()
 
-    def guess(self, jobs: Sequence[Asked], looks: Sequence[Look], nums: Sequence[int]) -> list[Sequence[int]]:
+    def guess(
+        self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
+    ) -> list[Sequence[int]]:
         """See `InnerDrafter`."""
         memories: list[ModelMemory] = [job.inner.memory for job in jobs]
         lengths = {memory: memory.length for memory in memories}
@@ -122,7 +124,7 @@ class ModelDrafter:
                     sequence.cache.release()
         return [draft.drafted for draft in drafts]
 
-    def _draft(self, job: Asked, sequence: TokenSequence, num: int) -> DraftJob:
+    def _draft(self, job: InnerJob, sequence: TokenSequence, num: int) -> DraftJob:
         """So many tokens after the job's."""
         sequence.tokens += job.sequence.tokens[len(sequence.tokens) :]
         length = len(sequence.tokens)
@@ -150,7 +152,7 @@ class ModelDrafter:
         self.runner.close()
 
 
-def _sequences(jobs: Sequence[Asked]) -> list[TokenSequence]:
+def _sequences(jobs: Sequence[InnerJob]) -> list[TokenSequence]:
     """For each job one with the committed tokens: the stream's own, or a fork of it for each further job."""
     found: list[TokenSequence] = []
     for job in jobs:

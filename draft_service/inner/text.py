@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from draft_service.inner.jobs import InnerJob
 from draft_service.inner.pace import MOST_GUESSES, Look
-from draft_service.inner.stream import Asked
 from specwire.config.speculative import NGRAM, SpeculativeConfig
 from specwire.proposals.history import MAX_CONTINUATIONS, History, likeliest_path
 
@@ -14,10 +14,10 @@ class TextMemory(History):
     """The committed tokens, and for the time of a look the drafted ones."""
 
     def release(self) -> None:
-        """See `Memory`; it ends with the stream."""
+        """See `InnerDrafter.open`; it ends with the stream."""
 
 
-class TextDrafter:
+class TextGuesser:
     """See `InnerDrafter`.
 
     Args:
@@ -33,7 +33,7 @@ class TextDrafter:
         """See `InnerDrafter`."""
         return TextMemory(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
 
-    def look(self, job: Asked) -> Look | None:
+    def look(self, job: InnerJob) -> Look | None:
         """The longer the match, the likelier that the text goes on as it did."""
         memory: TextMemory = job.inner.memory
         num_committed = memory.length
@@ -53,7 +53,9 @@ class TextDrafter:
         match_len = found.match_len
         return Look(match_len.bit_length(), match_len / (match_len + 1), token_ids)
 
-    def guess(self, jobs: Sequence[Asked], looks: Sequence[Look], nums: Sequence[int]) -> list[Sequence[int]]:
+    def guess(
+        self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
+    ) -> list[Sequence[int]]:
         """See `InnerDrafter`."""
         return [look.token_ids[:num] for look, num in zip(looks, nums, strict=True)]
 

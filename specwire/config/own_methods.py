@@ -1,6 +1,6 @@
 """How a target drafts for itself: all that is known of each method without loading it.
 
-A further one is an `OwnMethod` and a flag here, a loader in `verify_service/service.py`, and its code.
+A further one is an `OwnMethod` and a flag here, and its code, which `verify_service/service.py` names.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,13 +93,7 @@ class Feeds(Sequence[Feed]):
     def __len__(self) -> int:
         return len(self.caches)
 
-    @overload
-    def __getitem__(self, index: int) -> Feed: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Feed]: ...
-
-    def __getitem__(self, index: int | slice) -> Feed | Sequence[Feed]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return Feed(self.caches[index], self.token_ids[index], self.num_rows[index], self.trees[index])
@@ -242,13 +236,7 @@ class Segments(Sequence[Segment]):
     def __len__(self) -> int:
         return len(self.cache_lens)
 
-    @overload
-    def __getitem__(self, index: int) -> Segment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
-
-    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+    def __getitem__(self, index: Any) -> Any:
         return self._each[index]
 
 
@@ -377,11 +365,9 @@ class Packer:
             raise InvalidRequestError("token_ids", num_query, f"must be over the {num_read} of an input")
         if not 0 <= feed.num_rows <= num_query - num_read:
             raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {num_query - num_read}]")
-        self._check_length(feed, feed.cache.length + num_query)
-
-    def _check_length(self, feed: Feed, new_len: int) -> None:
-        """Siblings share a position, so a tree may have more tokens than the context has positions."""
-        tree, num_positions = feed.tree, new_len
+        # Siblings share a position, so a tree may have more tokens than the context has positions.
+        tree, new_len = feed.tree, feed.cache.length + num_query
+        num_positions = new_len
         if tree is not None and new_len > tree.start:
             if new_len > tree.end:
                 raise InvalidRequestError("token_ids", new_len, f"beyond the tree, which ends at {tree.end}")

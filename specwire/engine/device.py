@@ -23,7 +23,7 @@ Decide = Callable[[Any, Tensor], Any]
 """Takes a question and its logits [sum of num_rows, vocab_size]; returns the answer. Pickled by name."""
 
 
-class Drafting(NamedTuple):
+class DraftCost(NamedTuple):
     """What was drafted after the verdicts of a step, in the same process.
 
     Attributes:
@@ -39,13 +39,13 @@ class Drafting(NamedTuple):
     prefill_ns: int = 0
 
 
-NO_DRAFTING = Drafting()
+NO_DRAFTING = DraftCost()
 
 
 class Decider(Protocol):
     """How a service turns logits into results."""
 
-    drafting: Drafting
+    drafting: DraftCost
     """Of the last `apply`: no part of what the pass cost."""
 
     def ask(self, jobs: Sequence[Job]) -> Any:

@@ -215,11 +215,6 @@ class Job:
         """True when there is a result, or when no logits are wanted and the cache is filled."""
         return self.result is not None or (self.num_rows == 0 and not self.pending)
 
-    @property
-    def queue_ns(self) -> int:
-        """From arrival to the start of the first forward pass."""
-        return self.started_ns - self.arrived_ns
-
 
 def check_job(job: Job, extra_len: int, *, context_len: int, vocab_size: int) -> None:
     """Refuse a job that cannot be run.

@@ -389,7 +389,11 @@ class Engine:
             return None
         for job in step.jobs:
             job.started_ns = job.started_ns or started_ns
-        self._limit_time(step)
+        # The watchdog is told how long it may take; before the first one its cost is unknown.
+        bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
+        bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0,))
+        least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
+        self._heartbeat.beat(bound_ns / 1e9, least_s)
         try:
             self._executor.run(step)
         except DeviceLostError as error:
@@ -426,13 +430,6 @@ class Engine:
                 others = [job for job in others if not job.goes_on]
             self._scheduler.fill(step, others, num_tokens)
         return step
-
-    def _limit_time(self, step: Step) -> None:
-        """Tell the watchdog how long the step may take; before the first one its cost is unknown."""
-        bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
-        bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0,))
-        least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
-        self._heartbeat.beat(bound_ns / 1e9, least_s)
 
     def _finish(self, jobs: Sequence[Job], started_ns: int, finished_ns: int) -> None:
         forward_ns = finished_ns - started_ns

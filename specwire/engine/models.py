@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,12 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import CudaReplay
 
-_IN_PAGES: dict[str, tuple[Any, Any]] = {
-    MTP: (MtpRunner, lambda _, model: mtp.load(model)),
-    DFLASH: (BlockRunner, block.load),
-    EAGLE3: (Eagle3Runner, eagle3.load),
+_RUNNERS: Mapping[str, Callable[..., Runner]] = {
+    MTP: lambda model, _, **pages: MtpRunner(model, mtp.load(model), **pages),
+    DFLASH: lambda model, directory, **pages: BlockRunner(model, block.load(directory, model), **pages),
+    EAGLE3: lambda model, directory, **pages: Eagle3Runner(model, eagle3.load(directory, model), **pages),
 }
-"""What drafts with keys in the target's pages: the target's runner, and what loads the drafter."""
+"""Of a target whose drafts fill pages of their own, by their source; given its model and their argument."""
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
@@ -40,15 +41,11 @@ def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[s
     Raises:
         ModelLoadError: naming the model and the reason.
     """
-    _share_our_log()
-    return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
-
-
-def _share_our_log() -> None:
-    """A service's standard error is a log, and transformers' records belong into it like all others."""
+    # A service's standard error is a log, and transformers' records belong into it like all others.
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
+    return _make_group(config, source) if config.tensor_parallel_size > 1 else _load_runner(config, source)
 
 
 def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
@@ -64,11 +61,9 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     learns = isinstance(config, DraftConfig) and config.learn
     model = load_model(source, dtype=own_dtype, device=str(device), packs=not learns)
     own = config.own
-    if own.source in _IN_PAGES:
-        kind, load = _IN_PAGES[own.source]
-        drafter = load(own.argument, model)
-        drafting: Runner = kind(model, drafter, num_pages=num_pages, page_size=config.page_len)
-        return drafting, describe(model, source)
+    if make := _RUNNERS.get(own.source):
+        made = make(model, own.argument, num_pages=num_pages, page_size=config.page_len)
+        return made, describe(model, source)
     compiles = isinstance(replay, CudaReplay) and not config.batch_invariant and own.source != LAYERS
     paged = partial(ModelRunner, page_size=config.page_len, compiles=compiles)
     draft = _load_draft(config, device) if isinstance(config, VerifyConfig) and config.draft_model else None

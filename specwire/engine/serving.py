@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specwire.core import Timings
@@ -51,19 +50,6 @@ class SequenceSpans:
     method: str
     context: TraceContext
     is_detailed: bool
-
-    @classmethod
-    def of(
-        cls,
-        tracer: Tracing,
-        role: str,
-        method: str,
-        headers: Iterable[tuple[str, str]],
-        *,
-        is_detailed: bool,
-    ) -> SequenceSpans:
-        """From the trace headers of its opening."""
-        return cls(tracer, role, method, tracer.propagators.read(headers), is_detailed)
 
     def serving(self, traceparent: str) -> Span:
         """A span around a request, whose sender's span is `traceparent`; not recorded where that is empty."""

@@ -179,10 +179,12 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
             message = self.next_message()
             if message is not None:
                 await self.write(message)
-            elif self._is_drained or (self.is_half_closed and self._is_answered):
+                continue
+            is_drained = self._limits.drain.is_closed and not self.sequences
+            is_waited_for = any(each.num_unanswered or each.held for each in self.sequences.values())
+            if is_drained or (self.is_half_closed and not is_waited_for):
                 return
-            else:
-                await self._changed.wait()
+            await self._changed.wait()
 
     def next_message(self) -> Any:
         """All that is ready, in one message; None if nothing is."""
@@ -195,14 +197,6 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
     async def write(self, message: Any) -> None:
         """Returns when there is room for the next one."""
         await self._write(message)
-
-    @property
-    def _is_drained(self) -> bool:
-        return self._limits.drain.is_closed and not self.sequences
-
-    @property
-    def _is_answered(self) -> bool:
-        return not any(each.num_unanswered or each.held for each in self.sequences.values())
 
     # --- what goes back -------------------------------------------------------------------------------
 

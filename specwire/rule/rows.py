@@ -60,7 +60,7 @@ def matched_scores(log_probs: Tensor, rows: Rows) -> Tensor:
     return scores
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """A draft token of each row, and the support that it was drawn from, on the device.
 
     Attributes:
@@ -77,7 +77,7 @@ class Drawn(NamedTuple):
     lengths: Tensor
 
 
-def draw_supported(log_probs: Tensor, rows: Rows, mass: float, max_support: int) -> tuple[Drawn, Tensor]:
+def draw_supported(log_probs: Tensor, rows: Rows, mass: float, max_support: int) -> tuple[Sampled, Tensor]:
     """Truncate first, then sample from exactly the numbers that are sent.
 
     Args:
@@ -90,7 +90,7 @@ def draw_supported(log_probs: Tensor, rows: Rows, mass: float, max_support: int)
     """
     uniforms = uniforms_for(rows, random.Purpose.DRAFT, log_probs.device)
     *drawn, in_support = _draw_supported(log_probs, uniforms, mass=mass, max_support=max_support)
-    return Drawn(*drawn), in_support
+    return Sampled(*drawn), in_support
 
 
 def drawn_on_device(

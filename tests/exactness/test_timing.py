@@ -27,8 +27,8 @@ from coordinator.generation import Generation, Plan, Round
 from coordinator.length.planners import AdaptiveLength
 from coordinator.peers.replicas import Replica
 from draft_service.inner.hierarchy import Hierarchy
+from draft_service.inner.jobs import InnerStream
 from draft_service.inner.pace import Look
-from draft_service.inner.stream import InnerStream
 from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService

@@ -95,7 +95,7 @@ async def test_nothing_is_prepared_whose_time_depends_on_tokens(
     async with draft_stream(service) as (_, stream):
         assert stream._checked(order, plain).prepare
         assert bool(stream._checked(order, masked).prepare) is plain.matches_tokens
-        stream._settings = replace(stream._settings, shared=mock.Mock())
+        stream._servicer.shared = mock.Mock()
         assert bool(stream._checked(order, plain).prepare) is plain.matches_tokens
 
 

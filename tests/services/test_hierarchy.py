@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider
-from draft_service.inner import loading
+from draft_service.inner import hierarchy as hierarchies
 from draft_service.inner.hierarchy import Hierarchy
-from draft_service.inner.jobs import InnerJob
+from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.inner.model import ModelDrafter
 from draft_service.inner.pace import Look, Pace
-from draft_service.inner.stream import InnerStream
 from specwire import Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
@@ -96,7 +95,7 @@ def served(
     """A draft service without a network, which holds nothing in the end."""
     settings: dict[str, Any] = {"dtype": "float32", "num_kv_tokens": 4096, "max_support": 16, "inner": inner}
     config = DraftConfig(model=str(draft), **settings | options)
-    hierarchy = loading.hierarchy(config)
+    hierarchy = hierarchies.chosen(config)
     service = boot.start(config, "draft", DraftDecider(config), hook=hierarchy)
     try:
         yield service, hierarchy

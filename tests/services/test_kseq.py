@@ -197,8 +197,6 @@ def test_what_the_draft_service_refuses(
 ) -> None:
     order = DraftOrder(1, 1, 0, PROMPT, 4)._replace(**changes)
     message = draft(order, opened=[opening(sampling=sampling(rule=rule))])
-    if not order.num_chains:
-        message.num_chains.append(0)
     with (
         raw_stream(stack, "draft") as stream,
         pytest.raises(SequenceFailedError, match="num_chains") as refused,

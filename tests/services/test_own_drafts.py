@@ -347,7 +347,8 @@ def test_eagle3_is_recognised(layout: str, tmp_path: Path) -> None:
     config = UpConfig(draft=saved)
     assert (config.draft_model, config.own) == ("none", ("eagle3", saved))
     own = CoordinatorConfig(speculative_config=config.coordinator_speculation).own_draft
-    assert own is not None and own.source == "eagle3"
+    assert own is not None
+    assert own.source == "eagle3"
     for make in (partial(UpConfig, draft=f"ngram,{saved}"), partial(UpConfig, draft=f"ngram>{saved}")):
         with pytest.raises(ConfigError, match=f"{saved} is no draft model"):
             make()

@@ -72,7 +72,7 @@ def test_logits_become_the_distribution_over_shared_tokens(shared: SharedVocabul
         found = target.ids.get(text, target.encode(text, goes_on=True)[0])
         if found in shared:
             expected[found] += own_probs[own_id]
-    expected[target.eos_id or 0] += own_probs[draft.eos_id or 0]
+    expected[target.tokenizer.eos_id or 0] += own_probs[draft.tokenizer.eos_id or 0]
     torch.testing.assert_close(probs, expected)
     assert first not in shared or expected[first] > own_probs[shared.to_draft([first])[0]]
     assert probs.sum() < 1

@@ -10,8 +10,10 @@ import torch
 from transformers.generation import logits_process as hf
 
 from specwire.core import Proposal, Rule, SamplingParams
+from specwire.engine.cache.kv_cache import PagePool
+from specwire.engine.jobs import TokenSequence
 from specwire.errors import InvalidRequestError
-from specwire.rule.columns import Row, Rows
+from specwire.rule.columns import Row
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import uniforms_for
 from specwire.rule.sampling import (
@@ -25,7 +27,7 @@ from specwire.rule.sampling import (
     truncate_support,
 )
 from specwire.support import certain
-from verify_service.verifier import Case
+from verify_service.verifier import VerifyDecider, VerifyJob
 
 VOCAB = 200
 ALMOST_ONE = 1 - 2.0**-53
@@ -327,7 +329,9 @@ def test_top_logprobs() -> None:
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.KSEQ])
 def test_the_targets_numbers_are_those_of_the_round(rule: Rule) -> None:
     """A function of what the request says, so another replica draws the same."""
-    params = SamplingParams(rule=rule)
-    case = Case(params, 3, np.empty(0, np.int64), 7, 5, Proposal(7, [1, 2], certain([1, 2])))
-    drawn = uniforms_for(Rows.of(case.rows()), Purpose.TARGET, torch.device("cpu"))
+    cache = PagePool(4, 16).new_sequence()
+    sequence = TokenSequence(SamplingParams(rule=rule, seed=5), 3, cache, 0)
+    job = VerifyJob(sequence, 0, [9] * 7, proposal=Proposal(7, [1, 2], certain([1, 2])))
+    job.start()
+    drawn = uniforms_for(VerifyDecider.ask([job]).rows, Purpose.TARGET, torch.device("cpu"))
     assert drawn.tolist() == uniforms(5, Purpose.TARGET, [7, 8, 9], 7).tolist()

@@ -228,7 +228,7 @@ class TestVocabularies:
                 assert vocabulary.text_of(vocabulary.encode(text.encode(), goes_on=True)) == text.encode()
 
     def test_shared_tokens_have_the_same_text(self, shared: SharedVocabulary) -> None:
-        ends = {shared.target.eos_id, *shared.target.special_names.values()}
+        ends = {shared.target.tokenizer.eos_id, *shared.target.tokenizer.special_ids}
         pairs = [
             (i, *shared.to_draft([i])) for i in range(shared.target_size) if i in shared and i not in ends
         ]

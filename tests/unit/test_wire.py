@@ -38,8 +38,8 @@ from specwire.core import (
 )
 from specwire.errors import InvalidRequestError, SpecwireError
 from specwire.rpc.statuses import from_rpc_error, to_status
-from specwire.rpc.wire import arrays, columns, proposals
 from specwire.rpc.wire import client as client_wire
+from specwire.rpc.wire import columns, proposals
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire import verify as verify_wire
@@ -188,21 +188,6 @@ class TestPrompts:
             client_wire.tools_from_json(text)
 
 
-class TestArrays:
-    def test_ids_and_floats(self) -> None:
-        ids = np.array([0, 1, 151_935, 2**31 - 1])
-        assert arrays.ids_from_bytes(arrays.ids_to_bytes(ids), "x").tolist() == ids.tolist()
-        assert arrays.ids_to_bytes(np.array([258])) == b"\x02\x01\x00\x00"
-        floats = np.array([0.1, 1e-30, 1.0], dtype=np.float32)
-        assert arrays.floats_from_bytes(arrays.floats_to_bytes(floats), "x").tobytes() == floats.tobytes()
-        assert arrays.floats_to_bytes(np.array([1.0], dtype=np.float32)) == b"\x00\x00\x80\x3f"
-
-    def test_what_is_no_array(self) -> None:
-        for read in (arrays.ids_from_bytes, arrays.floats_from_bytes):
-            with pytest.raises(InvalidRequestError, match="probs=5 bytes: is not a whole number of 4-byte"):
-                read(b"12345", "probs")
-
-
 class TestColumns:
     @pytest.mark.parametrize(
         ("dtype", "entries"), [("<u4", [0, 2**32 - 1]), ("<i4", [-1, 7]), ("<i1", [-1, 9])]
@@ -213,12 +198,22 @@ class TestColumns:
         assert columns.split(entries, [1, 0, 1]) == [entries[:1], [], entries[1:]]
         assert (columns.pack([]), columns.split([], [])) == (b"", [])
 
+    def test_arrays(self) -> None:
+        """Whole ones, and all entries that there are."""
+        for array in (np.array([0, 151_935, 2**31 - 1]), np.array([0.1, 1e-30, 1], np.float32)):
+            dtype = "<u4" if array.dtype == np.int64 else "<f4"
+            data = columns.join([array[:1], array[1:]], dtype)
+            assert columns.unpack("x", data, None, dtype).tolist() == array.tolist()
+        assert columns.join([np.array([258])], "<u4") == b"\x02\x01\x00\x00"
+
     def test_refusals(self) -> None:
         with pytest.raises(InvalidRequestError, match="x=5 bytes: must have 1 entries"):
             columns.unpack("x", b"12345", 1)
-        with pytest.raises(InvalidRequestError, match="n=-2: must be at least 0"):
-            columns.counts_of("n", [3, -2])
-        assert columns.counts_of("n", [3, 0, 2]) == ([3, 0, 2], 5)
+        with pytest.raises(InvalidRequestError, match="probs=5 bytes: is not a whole number of 4-byte"):
+            columns.unpack("probs", b"12345", None, "<f4")
+        negative = draft_pb2.DraftRequest(num_tokens=[3, -2])
+        with pytest.raises(InvalidRequestError, match="num_tokens=-2: must be at least 0"):
+            columns.read_lists(negative, 2, "num_tokens", "token_ids", "<u4")
 
     def test_parents(self) -> None:
         """Chains are spelt out beside trees, and nothing is sent where all are chains."""
@@ -234,10 +229,12 @@ class TestColumns:
         assert columns.timings_from_proto(columns.timings_to_proto([]), 0) == []
 
     def test_traceparents(self) -> None:
-        assert columns.traceparents_to(["", ""]) == ()
-        message = draft_pb2.DraftRequest(traceparents=columns.traceparents_to(["", "x"]))
+        """The column is empty where nothing is traced."""
+        message = draft_pb2.DraftRequest()
+        columns.add_unusual(message, "traceparents", ["", ""], "")
+        assert (len(message.traceparents), columns.traceparents_of(message, 2)) == (0, ["", ""])
+        columns.add_unusual(message, "traceparents", ["", "x"], "")
         assert columns.traceparents_of(message, 2) == ["", "x"]
-        assert columns.traceparents_of(draft_pb2.DraftRequest(), 2) == ["", ""]
 
 
 SUPPORT = Support(np.array([7, 9]), np.array([0.25, 0.75], dtype=np.float32))

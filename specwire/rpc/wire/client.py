@@ -118,22 +118,9 @@ def resuming_request(
     return request
 
 
-def resume_info_to_proto(info: ResumeInfo) -> generation_pb2.ResumeInfo:
-    """The resume info of a stream's first message."""
-    return generation_pb2.ResumeInfo(
-        seed=info.seed,
-        rule=RULES[info.rule],
-        context_digest=info.context_digest,
-    )
-
-
 def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
     """The resume info of a stream's first message."""
-    return ResumeInfo(
-        seed=message.seed,
-        rule=RULE_NAMES[message.rule],
-        context_digest=message.context_digest,
-    )
+    return ResumeInfo(seed=message.seed, rule=RULE_NAMES[message.rule], context_digest=message.context_digest)
 
 
 def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
@@ -186,10 +173,14 @@ def object_to_json(name: str, value: Mapping[str, Any]) -> str:
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise InvalidRequestError(name, value, "must be an object with names as keys")
+    return _to_json(name, dict(value), f"{len(value)} fields")
+
+
+def _to_json(name: str, value: Any, size: str) -> str:
     try:
-        return json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(name, f"{len(value)} fields", f"cannot be JSON: {error}") from None
+        raise InvalidRequestError(name, size, f"cannot be JSON: {error}") from None
 
 
 def object_from_json(name: str, text: str) -> dict[str, Any]:
@@ -212,10 +203,7 @@ def object_from_json(name: str, text: str) -> dict[str, Any]:
 def _tools_to_json(tools: Sequence[Mapping[str, Any]]) -> str:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidRequestError("tools", tools, "must be a list of objects")
-    try:
-        return json.dumps([*tools], ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError("tools", f"{len(tools)} tools", f"cannot be JSON: {error}") from None
+    return _to_json("tools", [*tools], f"{len(tools)} tools")
 
 
 def tools_from_json(text: str) -> list[dict[str, Any]]:
@@ -321,7 +309,8 @@ class OpenChunk:
         self.num_tokens = 0
         self._sources = {"": 0}
         self._open()
-        self._response.resume_info.CopyFrom(resume_info_to_proto(info))
+        sent = self._response.resume_info
+        sent.seed, sent.rule, sent.context_digest = info.seed, RULES[info.rule], info.context_digest
 
     def _open(self) -> None:
         self._response = generation_pb2.GenerateResponse()
@@ -388,7 +377,7 @@ class OpenChunk:
         if speculation is not None:
             chunk.speculation.CopyFrom(_speculation_to_proto(speculation))
         if timing is not None:
-            chunk.timing.CopyFrom(_timing_to_proto(timing))
+            chunk.timing.CopyFrom(generation_pb2.GenerationTiming(**_fields(timing)))
         if tree is not None:
             chunk.tree.CopyFrom(generation_pb2.DraftTree(**_fields(tree)))
         self._open()
@@ -451,7 +440,7 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         model=completion.model,
         usage=generation_pb2.Usage(**_fields(completion.usage)),
         speculation=_speculation_to_proto(completion.speculation),
-        timing=_timing_to_proto(completion.timing),
+        timing=generation_pb2.GenerationTiming(**_fields(completion.timing)),
         reproducible=completion.reproducible,
         why_not_reproducible=completion.why_not_reproducible,
         hypotheses=map(beams.hypothesis_to_proto, completion.hypotheses),
@@ -492,10 +481,6 @@ def _speculation_from_proto(message: generation_pb2.Speculation) -> Speculation:
     by_source = tuple(_noun(SourceCounts, counts) for counts in message.by_source)
     counts: Speculation = _noun(Speculation, message)
     return replace(counts, by_source=by_source)
-
-
-def _timing_to_proto(timing: Timing) -> generation_pb2.GenerationTiming:
-    return generation_pb2.GenerationTiming(**_fields(timing))
 
 
 def _fields(record: Any) -> dict[str, Any]:

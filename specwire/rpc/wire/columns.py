@@ -5,7 +5,8 @@ Entries of tokens are packed as little-endian bytes, which numpy reads at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
@@ -26,13 +27,22 @@ def pack(lists: Iterable[Sequence[int]], dtype: str = "<u4") -> bytes:
     return np.fromiter(chain.from_iterable(lists), dtype=np.int64).astype(dtype).tobytes()
 
 
-def unpack(name: str, data: bytes, num_entries: int, dtype: str = "<u4") -> Any:
-    """[num_entries] of this type, as it is in the message.
+def join(arrays: Sequence[IntArray | FloatArray], dtype: str) -> bytes:
+    """All entries of some arrays."""
+    return np.concatenate(arrays).astype(dtype, copy=False).tobytes() if arrays else b""
+
+
+def unpack(name: str, data: bytes, num_entries: int | None, dtype: str = "<u4") -> Any:
+    """[num_entries] of this type, as it is in the message; None for all that there are.
 
     Raises:
         InvalidRequestError: the column has another length.
     """
-    if len(data) != num_entries * np.dtype(dtype).itemsize:
+    size = np.dtype(dtype).itemsize
+    if num_entries is None and len(data) % size:
+        problem = f"is not a whole number of {size}-byte entries"
+        raise InvalidRequestError(name, f"{len(data)} bytes", problem)
+    if num_entries is not None and len(data) != num_entries * size:
         raise InvalidRequestError(name, f"{len(data)} bytes", f"must have {num_entries} entries")
     return np.frombuffer(data, dtype=dtype)
 
@@ -41,18 +51,6 @@ def split(entries: Sequence[Entry], counts: Sequence[int]) -> list[Sequence[Entr
     """Consecutive parts of these lengths."""
     ends = [*accumulate(counts)]
     return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def counts_of(name: str, column: Sequence[int]) -> tuple[list[int], int]:
-    """A column that says how many entries of others belong to each request, and its sum.
-
-    Raises:
-        InvalidRequestError: one is negative.
-    """
-    counts = list(column)
-    if counts and min(counts) < 0:
-        raise InvalidRequestError(name, min(counts), "must be at least 0")
-    return counts, sum(counts)
 
 
 def check_lengths(message: Any, num_entries: int, *names: str) -> None:
@@ -66,25 +64,72 @@ def check_lengths(message: Any, num_entries: int, *names: str) -> None:
             raise InvalidRequestError(name, len(getattr(message, name)), f"must have {num_entries} entries")
 
 
-def traceparents_of(message: Any, num_entries: int) -> list[str]:
+def add(message: Any, nouns: Sequence[Any], attributes: Mapping[str, str]) -> None:
+    """Columns that have, by their names, this attribute of each noun."""
+    for name, attribute in attributes.items():
+        getattr(message, name).extend(map(operator.attrgetter(attribute), nouns))
+
+
+def read(message: Any, num_entries: int, names: Iterable[str]) -> list[Sequence[Any]]:
+    """These columns, in this order.
+
+    Raises:
+        InvalidRequestError: one has another length.
+    """
+    names = tuple(names)
+    check_lengths(message, num_entries, *names)
+    return [getattr(message, name) for name in names]
+
+
+def add_unusual(message: Any, name: str, entries: Sequence[Any], usual: Any = 0) -> None:
+    """A column that stays empty where all entries are the usual one."""
+    if any(entry != usual for entry in entries):
+        getattr(message, name).extend(entries)
+
+
+def read_unusual(message: Any, name: str, num_entries: int, usual: Any = 0) -> Sequence[Any]:
+    """The same.
+
+    Raises:
+        InvalidRequestError: it has another length.
+    """
+    found: Sequence[Any] = getattr(message, name)
+    if not found:
+        return [usual] * num_entries
+    check_lengths(message, num_entries, name)
+    return found
+
+
+def add_lists(message: Any, lens_name: str, name: str, lists: Sequence[Sequence[int]], dtype: str) -> None:
+    """Lists as two columns: how many entries each has, and the entries of all."""
+    getattr(message, lens_name).extend(map(len, lists))
+    setattr(message, name, pack(lists, dtype))
+
+
+def read_lists(message: Any, num_lists: int, lens_name: str, name: str, dtype: str) -> tuple[list[int], Any]:
+    """How many entries each list has, and the entries of all, as an array.
+
+    Raises:
+        InvalidRequestError: the columns do not fit each other, or a count is negative.
+    """
+    check_lengths(message, num_lists, lens_name)
+    counts = list(getattr(message, lens_name))
+    if min(counts, default=0) < 0:
+        raise InvalidRequestError(lens_name, min(counts), "must be at least 0")
+    return counts, unpack(name, getattr(message, name), sum(counts), dtype)
+
+
+def traceparents_of(message: Any, num_entries: int) -> Sequence[str]:
     """One for each request; empty where it is not traced.
 
     Raises:
         InvalidRequestError: their number is wrong, or one is too long to be one.
     """
-    found = list(message.traceparents)
-    if not found:
-        return [""] * num_entries
-    check_lengths(message, num_entries, "traceparents")
-    longest = max(map(len, found))
+    found = read_unusual(message, "traceparents", num_entries, "")
+    longest = max(map(len, found), default=0)
     if longest > MAX_TRACEPARENT_LEN:
         raise InvalidRequestError("traceparent", f"{longest} characters", f"over {MAX_TRACEPARENT_LEN}")
     return found
-
-
-def traceparents_to(traceparents: Sequence[str]) -> Sequence[str]:
-    """The column; empty if nothing is traced."""
-    return traceparents if any(traceparents) else ()
 
 
 # --- parents ------------------------------------------------------------------------------------------
@@ -109,14 +154,6 @@ def split_parents(data: bytes, lengths: Sequence[int]) -> list[Sequence[int]]:
     return split(unpack("parent_indices", data, sum(lengths), "<i1").tolist(), lengths)
 
 
-# --- supports -----------------------------------------------------------------------------------------
-
-
-def join(arrays: Sequence[IntArray | FloatArray], dtype: str) -> bytes:
-    """All entries of some arrays."""
-    return np.concatenate(arrays).astype(dtype, copy=False).tobytes() if arrays else b""
-
-
 # --- timings and errors -------------------------------------------------------------------------------
 
 
@@ -130,9 +167,7 @@ def timings_from_proto(message: common_pb2.Timings, num_entries: int) -> list[Ti
     """Raises:
     InvalidRequestError: a column has another length.
     """
-    check_lengths(message, num_entries, *Timings._fields)
-    columns = (getattr(message, name) for name in Timings._fields)
-    return list(map(Timings, *columns))
+    return list(map(Timings, *read(message, num_entries, Timings._fields)))
 
 
 def error_to_proto(sequence_id: int, error: SpecwireError) -> common_pb2.SequenceError:

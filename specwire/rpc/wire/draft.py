@@ -84,39 +84,35 @@ class PreparedAnswer(NamedTuple):
 
 # --- requests -------------------------------------------------------------------------------------------
 
+_REQUEST = {
+    "sequence_ids": "sequence_id",
+    "request_ids": "request_id",
+    "base_lens": "base_len",
+    "num_draft_tokens": "num_draft_tokens",
+    "max_depths": "max_depth",
+}
+"""Columns of a message, and the attribute that each has; as those below."""
+_PREPARATION = {
+    "num_outcomes": "num_outcomes",
+    "num_draft_tokens": "num_draft_tokens",
+    "max_depths": "max_depth",
+}
+
 
 def request_to_proto(
     opened: Sequence[common_pb2.OpenSequence], closed: Sequence[int], orders: Sequence[DraftOrder]
 ) -> draft_pb2.DraftRequest:
     """All that is ready, in one message."""
+    message = draft_pb2.DraftRequest(open=opened, close=closed)
     if not orders:
-        return draft_pb2.DraftRequest(open=opened, close=closed)
-    num_chains = [order.num_chains for order in orders]
-    return draft_pb2.DraftRequest(
-        open=opened,
-        close=closed,
-        sequence_ids=[order.sequence_id for order in orders],
-        request_ids=[order.request_id for order in orders],
-        base_lens=[order.base_len for order in orders],
-        num_tokens=[len(order.token_ids) for order in orders],
-        token_ids=columns.pack(order.token_ids for order in orders),
-        num_draft_tokens=[order.num_draft_tokens for order in orders],
-        max_depths=[order.max_depth for order in orders],
-        prepare=_preparations_to_proto([order.prepare for order in orders]),
-        traceparents=columns.traceparents_to([order.traceparent for order in orders]),
-        num_chains=num_chains if max(num_chains) > 1 else (),
-    )
-
-
-def _preparations_to_proto(prepare: Sequence[Preparation | None]) -> draft_pb2.Preparations | None:
-    if not any(prepare):
-        return None
-    filled = [each or Preparation(0, 0) for each in prepare]
-    return draft_pb2.Preparations(
-        num_outcomes=[each.num_outcomes for each in filled],
-        num_draft_tokens=[each.num_draft_tokens for each in filled],
-        max_depths=[each.max_depth for each in filled],
-    )
+        return message
+    columns.add(message, orders, _REQUEST)
+    columns.add_lists(message, "num_tokens", "token_ids", [order.token_ids for order in orders], "<u4")
+    columns.add_unusual(message, "traceparents", [order.traceparent for order in orders], "")
+    columns.add_unusual(message, "num_chains", [order.num_chains for order in orders], 1)
+    if any(order.prepare for order in orders):
+        columns.add(message.prepare, [order.prepare or Preparation(0, 0) for order in orders], _PREPARATION)
+    return message
 
 
 def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
@@ -126,38 +122,25 @@ def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
         InvalidRequestError: columns that do not fit each other; the message cannot be read.
     """
     num = len(message.sequence_ids)
-    columns.check_lengths(
-        message, num, "request_ids", "base_lens", "num_tokens", "num_draft_tokens", "max_depths"
-    )
-    num_tokens, num_committed = columns.counts_of("num_tokens", message.num_tokens)
-    token_ids = columns.unpack("token_ids", message.token_ids, num_committed).tolist()
-    if message.num_chains:
-        columns.check_lengths(message, num, "num_chains")
+    sequence_ids, request_ids, base_lens, *wanted = columns.read(message, num, _REQUEST)
+    num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<u4")
+    prepare: Sequence[Preparation | None] = [None] * num
+    if message.HasField("prepare"):
+        each = zip(*columns.read(message.prepare, num, _PREPARATION), strict=True)
+        prepare = [Preparation(*counts) if any(counts) else None for counts in each]
     return list(
         map(
             DraftOrder,
-            message.sequence_ids,
-            message.request_ids,
-            message.base_lens,
-            columns.split(token_ids, num_tokens),
-            message.num_draft_tokens,
-            message.max_depths,
-            _preparations_from_proto(message, num),
+            sequence_ids,
+            request_ids,
+            base_lens,
+            columns.split(token_ids.tolist(), num_tokens),
+            *wanted,
+            prepare,
             columns.traceparents_of(message, num),
-            message.num_chains or [1] * num,
+            columns.read_unusual(message, "num_chains", num, 1),
         )
     )
-
-
-def _preparations_from_proto(message: draft_pb2.DraftRequest, num: int) -> Sequence[Preparation | None]:
-    if not message.HasField("prepare"):
-        return [None] * num
-    prepare = message.prepare
-    columns.check_lengths(prepare, num, "num_outcomes", "num_draft_tokens", "max_depths")
-    return [
-        Preparation(*each) if any(each) else None
-        for each in zip(prepare.num_outcomes, prepare.num_draft_tokens, prepare.max_depths, strict=True)
-    ]
 
 
 def check_order(order: DraftOrder) -> None:
@@ -185,6 +168,21 @@ def _check_range(name: str, value: int, least: int, most: int) -> None:
 
 # --- responses ------------------------------------------------------------------------------------------
 
+_ANSWER = {
+    "sequence_ids": "sequence_id",
+    "request_ids": "request_id",
+    "base_lens": "proposal.base_len",
+    "num_cached_tokens": "num_cached_tokens",
+    "begun_ahead": "begun_ahead",
+}
+_PREPARED = {
+    "sequence_ids": "sequence_id",
+    "base_lens": "proposal.base_len",
+    "last_request_ids": "last_request_id",
+    "last_request_age_ns": "last_request_age_ns",
+    "forward_ns": "forward_ns",
+}
+
 
 def response_to_proto(
     answers: Sequence[DraftAnswer],
@@ -200,31 +198,17 @@ def response_to_proto(
     """
     message = draft_pb2.DraftResponse(incarnation=incarnation, errors=errors)
     if answers:
-        message.sequence_ids.extend([answer.sequence_id for answer in answers])
-        message.request_ids.extend([answer.request_id for answer in answers])
-        message.base_lens.extend([answer.proposal.base_len for answer in answers])
+        columns.add(message, answers, _ANSWER)
         message.timings.CopyFrom(columns.timings_to_proto([answer.timings for answer in answers]))
-        message.num_cached_tokens.extend([answer.num_cached_tokens for answer in answers])
-        message.begun_ahead.extend([answer.begun_ahead for answer in answers])
         own = [answer.proposal for answer in answers]
         message.proposals.CopyFrom(proposals.to_proto(own, support_len))
     if prepared:
-        message.prepared.CopyFrom(_prepared_to_proto(prepared, support_len))
+        ahead = message.prepared
+        columns.add(ahead, prepared, _PREPARED)
+        columns.add_lists(ahead, "path_lens", "path_token_ids", [each.path for each in prepared], "<u4")
+        columns.add_unusual(ahead, "traceparents", [each.traceparent for each in prepared], "")
+        ahead.proposals.CopyFrom(proposals.to_proto([each.proposal for each in prepared], support_len))
     return message
-
-
-def _prepared_to_proto(prepared: Sequence[PreparedAnswer], support_len: int) -> draft_pb2.PreparedProposals:
-    return draft_pb2.PreparedProposals(
-        sequence_ids=[each.sequence_id for each in prepared],
-        base_lens=[each.proposal.base_len for each in prepared],
-        last_request_ids=[each.last_request_id for each in prepared],
-        last_request_age_ns=[each.last_request_age_ns for each in prepared],
-        forward_ns=[each.forward_ns for each in prepared],
-        path_lens=[len(each.path) for each in prepared],
-        path_token_ids=columns.pack(each.path for each in prepared),
-        traceparents=columns.traceparents_to([each.traceparent for each in prepared]),
-        proposals=proposals.to_proto([each.proposal for each in prepared], support_len),
-    )
 
 
 def answers_from_proto(
@@ -240,18 +224,10 @@ def answers_from_proto(
         InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
     """
     num = len(message.sequence_ids)
-    columns.check_lengths(message, num, "request_ids", "base_lens", "num_cached_tokens", "begun_ahead")
-    return list(
-        map(
-            DraftAnswer,
-            message.sequence_ids,
-            message.request_ids,
-            proposals.from_proto(message.proposals, message.base_lens, vocab_size, source),
-            columns.timings_from_proto(message.timings, num),
-            message.num_cached_tokens,
-            message.begun_ahead,
-        )
-    )
+    sequence_ids, request_ids, base_lens, *others = columns.read(message, num, _ANSWER)
+    found = proposals.from_proto(message.proposals, base_lens, vocab_size, source)
+    timings = columns.timings_from_proto(message.timings, num)
+    return list(map(DraftAnswer, sequence_ids, request_ids, found, timings, *others))
 
 
 def prepared_from_proto(
@@ -259,21 +235,10 @@ def prepared_from_proto(
 ) -> list[PreparedAnswer]:
     """The prepared proposals of a message; see `answers_from_proto`."""
     num = len(message.sequence_ids)
-    columns.check_lengths(
-        message, num, "base_lens", "last_request_ids", "last_request_age_ns", "forward_ns", "path_lens"
-    )
-    paths = proposals.paths_of(message, vocab_size)
-    for base_len, path in zip(message.base_lens, paths, strict=True):
+    sequence_ids, base_lens, *others = columns.read(message, num, _PREPARED)
+    paths = proposals.paths_of(message, num, vocab_size)
+    for base_len, path in zip(base_lens, paths, strict=True):
         proposals.check_path(base_len, path)
-    return list(
-        map(
-            PreparedAnswer,
-            message.sequence_ids,
-            paths,
-            proposals.from_proto(message.proposals, message.base_lens, vocab_size, source),
-            message.last_request_ids,
-            message.last_request_age_ns,
-            message.forward_ns,
-            columns.traceparents_of(message, num),
-        )
-    )
+    found = proposals.from_proto(message.proposals, base_lens, vocab_size, source)
+    traceparents = columns.traceparents_of(message, num)
+    return list(map(PreparedAnswer, sequence_ids, paths, found, *others, traceparents))

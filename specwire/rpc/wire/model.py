@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from specwire.core import MAX_NUM_DRAFT_TOKENS, PARAMETERS, Learning, Load, ModelInfo, Rule, SamplingParams
+from specwire.core import PARAMETERS, Learning, Load, ModelInfo, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2
@@ -139,43 +139,18 @@ def open_sequence(
 # --- draft and verify -----------------------------------------------------------------------------
 
 
-def check_num_draft_tokens(name: str, value: int) -> int:
-    """The count itself, if it is within the limit."""
-    if not 0 <= value <= MAX_NUM_DRAFT_TOKENS:
-        raise InvalidRequestError(name, value, f"must lie in [0, {MAX_NUM_DRAFT_TOKENS}]")
-    return value
-
-
 def load_to_proto(load: Load) -> common_pb2.Load:
-    """The load that a response reports."""
-    return common_pb2.Load(
-        num_waiting=load.num_waiting,
-        num_sequences=load.num_sequences,
-        base_ns=load.base_ns,
-        sequence_ns=load.sequence_ns,
-        token_ns=load.token_ns,
-        draft_pass_ns=load.draft_pass_ns,
-        draft_node_ns=load.draft_node_ns,
-        prefill_ns=load.prefill_ns,
-        draft_prefill_ns=load.draft_prefill_ns,
-    )
+    """The load that a response reports; the noun has the message's names."""
+    return common_pb2.Load(**{name: getattr(load, name) for name in _LOAD})
 
 
 def load_from_proto(message: common_pb2.Load) -> Load:
     """The load of a response."""
-    return Load(
-        message.num_waiting,
-        max(1, message.num_sequences),
-        message.base_ns,
-        message.sequence_ns,
-        message.token_ns,
-        message.draft_pass_ns,
-        message.draft_node_ns,
-        message.prefill_ns,
-        message.draft_prefill_ns,
-    )
+    counts = {name: getattr(message, name) for name in _LOAD}
+    return Load(**counts | {"num_sequences": max(1, message.num_sequences)})
 
 
+_LOAD = [*Load.__dataclass_fields__]
 _CAPABILITIES = {
     "prepares_outcomes": common_pb2.CAPABILITY_PREPARED_OUTCOMES,
     "batch_invariant": common_pb2.CAPABILITY_BATCH_INVARIANT,

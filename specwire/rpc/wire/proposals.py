@@ -41,13 +41,9 @@ def to_proto(
     laid_out = [chains.laid_out(each) for each in proposals]
     num_tokens = [len(token_ids) for token_ids, _ in laid_out]
     parents = [() if each.leaves else each.parents for each in proposals]
-    message = common_pb2.Proposals(
-        num_tokens=num_tokens,
-        token_ids=columns.pack((token_ids for token_ids, _ in laid_out), "<i4"),
-        parent_indices=columns.pack_parents(parents, num_tokens),
-    )
-    if any(each.leaves for each in proposals):
-        message.num_chains.extend([len(each.leaves) or 1 for each in proposals])
+    message = common_pb2.Proposals(parent_indices=columns.pack_parents(parents, num_tokens))
+    columns.add_lists(message, "num_tokens", "token_ids", [token_ids for token_ids, _ in laid_out], "<i4")
+    columns.add_unusual(message, "num_chains", [len(each.leaves) or 1 for each in proposals], 1)
     if any(own for _, own in laid_out):
         supports = [each for token_ids, own in laid_out for each in own or [NO_SUPPORT] * len(token_ids)]
         _add_supports(message, supports, support_len, with_probs=with_probs)
@@ -112,14 +108,10 @@ def each_from_proto(
         InvalidRequestError: the columns do not fit each other.
     """
     num = len(base_lens)
-    columns.check_lengths(message, num, "num_tokens")
-    num_tokens, total = columns.counts_of("num_tokens", message.num_tokens)
-    token_ids = columns.unpack("token_ids", message.token_ids, total, "<i4")
+    num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<i4")
     parents = columns.split_parents(message.parent_indices, num_tokens)
-    num_chains = message.num_chains or [1] * num
-    if message.num_chains:
-        columns.check_lengths(message, num, "num_chains")
-    drawn = _Drawn.of(message, token_ids, with_probs=with_probs)
+    num_chains = columns.read_unusual(message, "num_chains", num, 1)
+    drawn = _TokenColumns.of(message, token_ids, with_probs=with_probs)
     try:
         drawn.check(vocab_size)
         is_sound = True
@@ -140,7 +132,7 @@ def each_from_proto(
     return found
 
 
-class _Drawn(NamedTuple):
+class _TokenColumns(NamedTuple):
     """Tokens, and what they were drawn from; padding is left out.
 
     Attributes:
@@ -158,7 +150,7 @@ class _Drawn(NamedTuple):
     probs: FloatArray
 
     @classmethod
-    def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _Drawn:
+    def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _TokenColumns:
         """All of a message.
 
         Raises:
@@ -180,13 +172,13 @@ class _Drawn(NamedTuple):
             ids, probs = ids[is_entry], probs[is_entry] if num_probs else probs
         return cls(token_ids, sent_lens.tolist(), [0, *ends.tolist()], ids, probs)
 
-    def within(self, tokens: slice) -> _Drawn:
+    def within(self, tokens: slice) -> _TokenColumns:
         """Some of the tokens."""
         bounds = self.bounds[tokens.start : tokens.stop + 1] or [0]
         entries = slice(bounds[0], bounds[-1])
         bounds = [bound - bounds[0] for bound in bounds]
         ids, probs = self.ids[entries], self.probs[entries]
-        return _Drawn(self.token_ids[tokens], self.sent_lens[tokens], bounds, ids, probs)
+        return _TokenColumns(self.token_ids[tokens], self.sent_lens[tokens], bounds, ids, probs)
 
     def supports(self, tokens: slice) -> Sequence[Support]:
         """Of each of some tokens; copies, since a proposal that is kept must not keep all of its message.
@@ -278,17 +270,22 @@ def _merged(proposal: Proposal, num_chains: int) -> Proposal:
 
 
 def paths_of(
-    message: draft_pb2.PreparedProposals | verify_pb2.AheadProposals, vocab_size: int
+    message: draft_pb2.PreparedProposals | verify_pb2.AheadProposals, num: int, vocab_size: int
 ) -> list[Sequence[int]]:
     """The path of each proposal: the tokens between its `base_lens` and it.
 
     Raises:
         InvalidRequestError: columns that do not fit each other, or tokens outside the vocabulary.
     """
-    path_lens, total = columns.counts_of("path_lens", message.path_lens)
-    token_ids = columns.unpack("path_token_ids", message.path_token_ids, total)
+    path_lens, token_ids = columns.read_lists(message, num, "path_lens", "path_token_ids", "<u4")
     check_token_ids("path_token_ids", token_ids, vocab_size)
     return columns.split(token_ids.tolist(), path_lens)
+
+
+def num_bytes(path: Sequence[int], proposal: Proposal, support_len: int) -> int:
+    """About the size of a proposal ahead in a message, whose supports have so many entries."""
+    num_supports = len(proposal.supports)
+    return 32 + 4 * (len(path) + len(proposal.token_ids)) + 8 * support_len * num_supports
 
 
 def check_path(base_len: int, path: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from specwire.core import (
     check_token_ids,
 )
 from specwire.errors import InternalError, InvalidRequestError
-from specwire.rpc.wire import arrays, columns, proposals
+from specwire.rpc.wire import columns, proposals
 from specwire.rpc.wire import model as wire
 from specwire.support import FloatArray, IntArray
 from specwire.v1 import common_pb2, verify_pb2
@@ -40,6 +40,18 @@ WANTED_COLUMNS = {
 """And the attribute of `Wanted` that each has."""
 _NO_PROBS: FloatArray = np.empty(0, np.float32)
 _NO_ACCOUNT = Continuation(0, Outcome((), 0))
+
+
+_REQUEST = {"sequence_ids": "sequence_id", "request_ids": "request_id", "base_lens": "base_len"}
+"""Columns of a message, and the attribute that each has; as those below."""
+_AHEAD = {"sequence_ids": "sequence_id", "ahead_ids": "ahead_id", "base_lens": "proposal.base_len"}
+_ANSWER = {
+    "sequence_ids": "sequence_id",
+    "request_ids": "request_id",
+    "base_lens": "verdict.base_len",
+    "num_cached_tokens": "num_cached_tokens",
+}
+_CONTINUATION = {"ahead_ids": "ahead_id", "next_token_ids": "outcome.next_token"}
 
 
 class VerifyOrder(NamedTuple):
@@ -80,12 +92,6 @@ class AheadOrder(NamedTuple):
     path: Sequence[int]
     proposal: Proposal
 
-    @property
-    def num_bytes(self) -> int:
-        """About its size in a message."""
-        num_tokens, support_len = len(self.proposal.token_ids), self.proposal.support_len
-        return 32 + 4 * (len(self.path) + num_tokens) + 8 * support_len * num_tokens
-
 
 class VerifyAnswer(NamedTuple):
     """The answer to a request.
@@ -115,44 +121,25 @@ def request_to_proto(
     orders: Sequence[VerifyOrder | AheadOrder],
 ) -> verify_pb2.VerifyRequest:
     """All that is ready, in one message."""
-    requests = [order for order in orders if isinstance(order, VerifyOrder)]
-    ahead = [order for order in orders if isinstance(order, AheadOrder)]
     message = verify_pb2.VerifyRequest(open=opened, close=closed)
-    if requests:
-        _add_requests(message, requests)
-    if ahead:
-        message.ahead.CopyFrom(_ahead_to_proto(ahead))
+    if requests := [order for order in orders if isinstance(order, VerifyOrder)]:
+        columns.add(message, requests, _REQUEST)
+        columns.add_lists(message, "num_tokens", "token_ids", [order.token_ids for order in requests], "<u4")
+        found = [order.proposal for order in requests]
+        with_probs = any(order.needs_probs for order in requests)
+        message.proposals.CopyFrom(proposals.to_proto(found, with_probs=with_probs))
+        columns.add_unusual(message, "traceparents", [order.traceparent for order in requests], "")
+        columns.add_unusual(message, "ahead_ids", [order.ahead_id for order in requests])
+        for name, attribute in WANTED_COLUMNS.items():
+            columns.add_unusual(message, name, [getattr(order.wanted, attribute) for order in requests])
+    if ahead := [order for order in orders if isinstance(order, AheadOrder)]:
+        found = [order.proposal for order in ahead]
+        support_len = max(proposal.support_len for proposal in found)
+        columns.add(message.ahead, ahead, _AHEAD)
+        paths = [order.path for order in ahead]
+        columns.add_lists(message.ahead, "path_lens", "path_token_ids", paths, "<u4")
+        message.ahead.proposals.CopyFrom(proposals.to_proto(found, support_len))
     return message
-
-
-def _add_requests(message: verify_pb2.VerifyRequest, orders: Sequence[VerifyOrder]) -> None:
-    message.sequence_ids.extend([order.sequence_id for order in orders])
-    message.request_ids.extend([order.request_id for order in orders])
-    message.base_lens.extend([order.base_len for order in orders])
-    message.num_tokens.extend([len(order.token_ids) for order in orders])
-    message.token_ids = columns.pack(order.token_ids for order in orders)
-    found = [order.proposal for order in orders]
-    with_probs = any(order.needs_probs for order in orders)
-    message.proposals.CopyFrom(proposals.to_proto(found, with_probs=with_probs))
-    message.traceparents.extend(columns.traceparents_to([order.traceparent for order in orders]))
-    if any(order.ahead_id for order in orders):
-        message.ahead_ids.extend([order.ahead_id for order in orders])
-    for name, attribute in WANTED_COLUMNS.items():
-        if any(entries := [getattr(order.wanted, attribute) for order in orders]):
-            getattr(message, name).extend(entries)
-
-
-def _ahead_to_proto(orders: Sequence[AheadOrder]) -> verify_pb2.AheadProposals:
-    found = [order.proposal for order in orders]
-    support_len = max((proposal.support_len for proposal in found), default=0)
-    return verify_pb2.AheadProposals(
-        sequence_ids=[order.sequence_id for order in orders],
-        ahead_ids=[order.ahead_id for order in orders],
-        base_lens=[proposal.base_len for proposal in found],
-        path_lens=[len(order.path) for order in orders],
-        path_token_ids=columns.pack(order.path for order in orders),
-        proposals=proposals.to_proto(found, support_len),
-    )
 
 
 def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> list[AheadOrder]:
@@ -165,10 +152,10 @@ def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> lis
     num = len(message.sequence_ids)
     if num > MAX_AHEAD_OF_MESSAGE:
         raise InvalidRequestError("sequence_ids", num, f"over {MAX_AHEAD_OF_MESSAGE} proposals in a message")
-    columns.check_lengths(message, num, "ahead_ids", "base_lens", "path_lens")
-    paths = proposals.paths_of(message, vocab_size)
-    found = proposals.from_proto(message.proposals, message.base_lens, vocab_size)
-    return list(map(AheadOrder, message.sequence_ids, message.ahead_ids, paths, found))
+    sequence_ids, ahead_ids, base_lens = columns.read(message, num, _AHEAD)
+    paths = proposals.paths_of(message, num, vocab_size)
+    found = proposals.from_proto(message.proposals, base_lens, vocab_size)
+    return list(map(AheadOrder, sequence_ids, ahead_ids, paths, found))
 
 
 def check_ahead(order: AheadOrder, last_id: int, context_len: int) -> None:
@@ -203,21 +190,19 @@ def orders_from_proto(message: verify_pb2.VerifyRequest, vocab_size: int) -> lis
         InvalidRequestError: columns that do not fit each other; the message cannot be read.
     """
     num = len(message.sequence_ids)
-    columns.check_lengths(message, num, "request_ids", "base_lens", "num_tokens")
-    num_tokens, num_committed = columns.counts_of("num_tokens", message.num_tokens)
-    token_ids = columns.unpack("token_ids", message.token_ids, num_committed).tolist()
-    committed_lens = [*map(operator.add, message.base_lens, num_tokens)]
-    found = proposals.each_from_proto(message.proposals, committed_lens, vocab_size, with_probs=False)
+    sequence_ids, request_ids, base_lens = columns.read(message, num, _REQUEST)
+    num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<u4")
+    committed_lens = [*map(operator.add, base_lens, num_tokens)]
     orders = map(
         VerifyOrder,
-        message.sequence_ids,
-        message.request_ids,
-        message.base_lens,
-        columns.split(token_ids, num_tokens),
-        found,
+        sequence_ids,
+        request_ids,
+        base_lens,
+        columns.split(token_ids.tolist(), num_tokens),
+        proposals.each_from_proto(message.proposals, committed_lens, vocab_size, with_probs=False),
         columns.traceparents_of(message, num),
-        _column_or_zeros(message, "ahead_ids", num),
-        map(Wanted, *(_column_or_zeros(message, name, num) for name in WANTED_COLUMNS)),
+        columns.read_unusual(message, "ahead_ids", num),
+        map(Wanted, *(columns.read_unusual(message, name, num) for name in WANTED_COLUMNS)),
     )
     return [
         order._replace(proposal=Proposal(0), problem=order.proposal)
@@ -225,16 +210,6 @@ def orders_from_proto(message: verify_pb2.VerifyRequest, vocab_size: int) -> lis
         else order
         for order in orders
     ]
-
-
-def _column_or_zeros(
-    message: verify_pb2.VerifyRequest | verify_pb2.VerifyResponse, name: str, num: int
-) -> Sequence[int]:
-    found: Sequence[int] = getattr(message, name)
-    if not found:
-        return [0] * num
-    columns.check_lengths(message, num, name)
-    return found
 
 
 def response_to_proto(
@@ -245,24 +220,21 @@ def response_to_proto(
     if not answers:
         return message
     verdicts = [answer.verdict for answer in answers]
-    message.sequence_ids.extend([answer.sequence_id for answer in answers])
-    message.request_ids.extend([answer.request_id for answer in answers])
-    message.base_lens.extend([verdict.base_len for verdict in verdicts])
+    columns.add(message, answers, _ANSWER)
     message.timings.CopyFrom(columns.timings_to_proto([answer.timings for answer in answers]))
-    message.num_cached_tokens.extend([answer.num_cached_tokens for answer in answers])
-    message.num_rows.extend([len(verdict.target_token_ids) for verdict in verdicts])
-    message.target_token_ids = columns.pack((verdict.target_token_ids for verdict in verdicts), "<i4")
+    rows = [verdict.target_token_ids for verdict in verdicts]
+    columns.add_lists(message, "num_rows", "target_token_ids", rows, "<i4")
     if any(verdict.target_probs for verdict in verdicts):
         _add_probs(message, verdicts)
-    if any(verdict.logprobs for verdict in verdicts):
-        message.has_logprobs.extend([bool(verdict.logprobs) for verdict in verdicts])
-        rows = chain.from_iterable(verdict.logprobs for verdict in verdicts)
-        message.logprobs.extend(map(_logprobs_to_proto, rows))
-    if any(answer.ahead_id for answer in answers):
-        message.ahead_ids.extend([answer.ahead_id for answer in answers])
+    columns.add_unusual(message, "has_logprobs", [bool(verdict.logprobs) for verdict in verdicts])
+    for verdict in verdicts:
+        message.logprobs.extend(map(_logprobs_to_proto, verdict.logprobs))
+    columns.add_unusual(message, "ahead_ids", [answer.ahead_id for answer in answers])
     if any(answer.continuation for answer in answers):
         accounts = [answer.continuation or _NO_ACCOUNT for answer in answers]
-        message.continuations.CopyFrom(_continuations_to_proto(accounts))
+        columns.add(message.continuations, accounts, _CONTINUATION)
+        paths = [each.outcome.path for each in accounts]
+        columns.add_lists(message.continuations, "num_accepted", "path", paths, "<i1")
     if any(answer.proposal for answer in answers):
         own = [answer.proposal or Proposal(0) for answer in answers]
         support_len = max(1, *(each.support_len for each in own))  # 1 where drafts are certain
@@ -270,27 +242,14 @@ def response_to_proto(
     return message
 
 
-def _continuations_to_proto(continuations: Sequence[Continuation]) -> verify_pb2.Continuations:
-    return verify_pb2.Continuations(
-        ahead_ids=[each.ahead_id for each in continuations],
-        num_accepted=[each.outcome.num_accepted for each in continuations],
-        path=columns.pack((each.outcome.path for each in continuations), "<i1"),
-        next_token_ids=[each.outcome.next_token for each in continuations],
-    )
-
-
 def _continuations_from_proto(message: verify_pb2.VerifyResponse, num: int) -> Sequence[Continuation]:
     """Those of all answers; none if there is none for any."""
     if not message.HasField("continuations"):
         return []
-    found = message.continuations
-    columns.check_lengths(found, num, "ahead_ids", "num_accepted", "next_token_ids")
-    counts, total = columns.counts_of("num_accepted", found.num_accepted)
-    paths = columns.split(columns.unpack("path", found.path, total, "<i1").tolist(), counts)
-    return [
-        Continuation(ahead_id, Outcome(path, next_token))
-        for ahead_id, path, next_token in zip(found.ahead_ids, paths, found.next_token_ids, strict=True)
-    ]
+    ahead_ids, next_token_ids = columns.read(message.continuations, num, _CONTINUATION)
+    counts, path = columns.read_lists(message.continuations, num, "num_accepted", "path", "<i1")
+    outcomes = map(Outcome, columns.split(path.tolist(), counts), next_token_ids)
+    return list(map(Continuation, ahead_ids, outcomes))
 
 
 def _next_from_proto(
@@ -330,9 +289,8 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
         InternalError: probabilities that no target has.
     """
     num = len(message.sequence_ids)
-    columns.check_lengths(message, num, "request_ids", "base_lens", "num_cached_tokens", "num_rows")
-    num_rows, total = columns.counts_of("num_rows", message.num_rows)
-    token_ids = columns.unpack("target_token_ids", message.target_token_ids, total, "<i4")
+    sequence_ids, request_ids, base_lens, num_cached = columns.read(message, num, _ANSWER)
+    num_rows, token_ids = columns.read_lists(message, num, "num_rows", "target_token_ids", "<i4")
     accounts = _continuations_from_proto(message, num)
     own = _next_from_proto(message, accounts, vocab_size)
     continuations = (
@@ -341,7 +299,7 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
     )
     verdicts = map(
         Verdict,
-        message.base_lens,
+        base_lens,
         columns.split(token_ids.tolist(), num_rows),
         *_probs_from_proto(message, token_ids, num_rows, vocab_size),
         _split_logprobs(message, num_rows),
@@ -349,12 +307,12 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
     return list(
         map(
             VerifyAnswer,
-            message.sequence_ids,
-            message.request_ids,
+            sequence_ids,
+            request_ids,
             verdicts,
             columns.timings_from_proto(message.timings, num),
-            message.num_cached_tokens,
-            _column_or_zeros(message, "ahead_ids", num),
+            num_cached,
+            columns.read_unusual(message, "ahead_ids", num),
             continuations,
             repeat(wire.load_from_proto(message.load)),
             own,
@@ -420,15 +378,15 @@ def _split_logprobs(
 
 def _logprobs_to_proto(entry: Logprobs) -> verify_pb2.PositionLogprobs:
     return verify_pb2.PositionLogprobs(
-        token_ids=arrays.ids_to_bytes(entry.token_ids),
-        values=arrays.floats_to_bytes(entry.values),
+        token_ids=columns.join([entry.token_ids], "<u4"),
+        values=columns.join([entry.values], "<f4"),
         num_top=entry.num_top,
     )
 
 
 def _logprobs_from_proto(message: verify_pb2.PositionLogprobs) -> Logprobs:
-    ids = arrays.ids_from_bytes(message.token_ids, "logprobs.token_ids")
-    values = arrays.floats_from_bytes(message.values, "logprobs.values")
+    ids = columns.unpack("logprobs.token_ids", message.token_ids, None).astype(np.int64)
+    values = columns.unpack("logprobs.values", message.values, None, "<f4")
     if len(ids) != len(values):
         raise InvalidRequestError("logprobs.values", len(values), "must be one for each token id")
     return Logprobs(ids, values, message.num_top)
