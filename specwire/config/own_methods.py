@@ -98,28 +98,29 @@ class Own(NamedTuple):
 
 def named_own(draft: str) -> Own:
     """What `--draft` names: `heads:DIR`, `layers:SKIP`, `mtp`, `dflash:DIR`, `eagle3:DIR` or the directory of
-    an EAGLE-3; nothing for another draft."""
-    if _is_eagle3(draft):
-        return Own(EAGLE3, draft)
+    an EAGLE-3 or a block drafter; nothing for another draft."""
+    if recognised := _published(draft):
+        return Own(recognised, draft)
     source, colon, argument = draft.partition(":")
     method = OWN_METHODS.get(source)
     is_own = method is not None and (method.argument != "") == (colon != "")
     return Own(source, argument) if is_own else Own()
 
 
-def _is_eagle3(directory: str) -> bool:
-    """Whether a directory's config says so: speculators name it, others have one layer and a vocabulary of
-    the draft's own."""
+def _published(directory: str) -> str:
+    """The method that a directory's config names: z-lab has settings of DFlash there, speculators name
+    EAGLE-3, others have one layer and a vocabulary of the draft's own. Empty if there is none."""
     try:
         config = json.loads((Path(directory or "-") / "config.json").read_bytes())
     except (OSError, ValueError):
-        return False
-    if not isinstance(config, dict) or config.get("dflash_config"):
-        return False
+        return ""
+    if not isinstance(config, dict):
+        return ""
+    if config.get("dflash_config"):
+        return DFLASH
     kind = config.get("speculators_model_type")
-    return kind == EAGLE3 or (
-        kind is None and "draft_vocab_size" in config and config.get("num_hidden_layers") == 1
-    )
+    is_flat = kind is None and "draft_vocab_size" in config and config.get("num_hidden_layers") == 1
+    return EAGLE3 if kind == EAGLE3 or is_flat else ""
 
 
 @dataclass(frozen=True, kw_only=True)

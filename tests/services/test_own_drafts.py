@@ -25,7 +25,7 @@ from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfi
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
 from tests.support import encoder_decoders
-from tests.support.blocks import save_block_drafter
+from tests.support.blocks import save_block_drafter, save_published
 from tests.support.eagle3 import LAYOUTS, save_eagle3
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.heads import save_heads
@@ -340,19 +340,21 @@ def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path)
             assert coordinator.fixed_max_depth == given.get("max_depth")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_eagle3_is_recognised(layout: str, tmp_path: Path) -> None:
-    """By its config; it is no draft model anywhere."""
-    saved = str(save_eagle3(tmp_path / "eagle3", layout))
+@pytest.mark.parametrize("layout", [*LAYOUTS, "z-lab"])
+def test_published_drafters_are_recognised(layout: str, tmp_path: Path) -> None:
+    """By their config; they are no draft model anywhere."""
+    source = "dflash" if layout == "z-lab" else "eagle3"
+    made = tmp_path / "drafter"
+    saved = str(save_published(made) if source == "dflash" else save_eagle3(made, layout))
     config = UpConfig(draft=saved)
-    assert (config.draft_model, config.own) == ("none", ("eagle3", saved))
+    assert (config.draft_model, config.own) == ("none", (source, saved))
     own = CoordinatorConfig(speculative_config=config.coordinator_speculation).own_draft
     assert own is not None
-    assert own.source == "eagle3"
+    assert own.source == source
     for make in (partial(UpConfig, draft=f"ngram,{saved}"), partial(UpConfig, draft=f"ngram>{saved}")):
         with pytest.raises(ConfigError, match=f"{saved} is no draft model"):
             make()
-    with pytest.raises(ConfigError, match="is no model: see the verify service's flag --eagle3"):
+    with pytest.raises(ConfigError, match=f"is no model: see the verify service's flag --{source}"):
         DraftConfig(model=saved)
-    with pytest.raises(ConfigError, match="is no draft model: see the verify service's flag --eagle3"):
+    with pytest.raises(ConfigError, match=f"is no draft model: see the verify service's flag --{source}"):
         VerifyConfig(draft_model=saved)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
+from torch.nn.functional import linear, rms_norm, silu
+from transformers import (
+    AutoModelForCausalLM,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    PreTrainedModel,
+)
 
 from specwire.engine.model.block import BlockRunner
 from tests.support.markov_distribution import PROMPT
@@ -39,6 +48,98 @@ def _drafter(**overrides: Any) -> PreTrainedModel:
         for weight in model.parameters():
             weight.normal_(1 if weight.ndim == 1 else 0, 1 / max(weight.shape) ** 0.5)
     return model
+
+
+EPS, THETA, NUM_HEADS, HEAD_DIM = 1e-6, 5e5, 4, 8
+
+
+def published_tensors(num_layers: int = 2, num_read: int = 2) -> dict[str, Tensor]:
+    """Random ones for `save_target`, by z-lab's names."""
+    size, width, shapes = 32, NUM_HEADS * HEAD_DIM, dict[str, tuple[int, ...]]()
+    for layer in (f"layers.{n}" for n in range(num_layers)):
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (width // 2, size) for name in "kv"}
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (width, size),
+            f"{layer}.mlp.down_proj.weight": (size, 48),
+        }
+        shapes |= {f"{layer}.self_attn.o_proj.weight": (size, width)}
+        shapes |= {f"{layer}.mlp.{name}_proj.weight": (48, size) for name in ("gate", "up")}
+        shapes |= {f"{layer}.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+        shapes |= {f"{layer}.{name}_layernorm.weight": (size,) for name in ("input", "post_attention")}
+    shapes |= {"fc.weight": (size, num_read * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
+    generator = torch.Generator().manual_seed(4)
+    return {
+        name: torch.randn(*shape, generator=generator) / (max(shape) ** 0.5 if len(shape) > 1 else 1)
+        for name, shape in shapes.items()
+    }
+
+
+def save_published(directory: Path, **overrides: Any) -> Path:
+    """A block drafter of `save_target` in files as z-lab's."""
+    directory.mkdir()
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": NUM_HEADS,
+        "vocab_size": 64,
+        "num_key_value_heads": NUM_HEADS // 2,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "num_target_layers": 2,
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]},
+    }
+    config["dflash_config"] |= overrides.pop("dflash_config", {})
+    (directory / "config.json").write_text(json.dumps(config | overrides))
+    save_file(published_tensors(), directory / "model.safetensors")
+    return directory
+
+
+@torch.inference_mode()
+def straight_logits(target: Path, tensors: Mapping[str, Tensor], tokens: Sequence[int], mask: int) -> Tensor:
+    """Logits [BLOCK_SIZE - 1, vocab_size] of a block after the last token, which the target has not seen."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    shown = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    read = torch.cat([shown[1][0], shown[2][0]], dim=-1)  # what layers 0 and 1 give
+    num_before, size = len(tokens) - 1, len(tokens) - 1 + BLOCK_SIZE
+    angles = torch.arange(size)[:, None] * THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    turn = torch.polar(torch.ones(angles.shape), angles)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, tensors[f"{name}.weight"].shape, tensors[f"{name}.weight"], EPS)
+
+    def heads(x: Tensor, name: str, at: Tensor | None) -> Tensor:
+        found = linear(x, tensors[f"{name}_proj.weight"]).unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1)
+        if at is not None:  # halves of a head are real and imaginary parts
+            turned = torch.complex(*norm(found, f"{name}_norm").chunk(2, dim=-1)) * at
+            found = torch.cat([turned.real, turned.imag], dim=-1)
+        return found.repeat_interleave(NUM_HEADS // len(found), dim=0)
+
+    context = norm(linear(read, tensors["fc.weight"]), "hidden_norm")
+    x = model.get_input_embeddings()(torch.tensor([tokens[-1], *[mask] * (BLOCK_SIZE - 1)]))
+    for layer in ("layers.0", "layers.1"):
+        here = norm(x, f"{layer}.input_layernorm")
+        both = torch.cat([context, here])
+        query = heads(here, f"{layer}.self_attn.q", turn[num_before:])
+        key, value = heads(both, f"{layer}.self_attn.k", turn), heads(both, f"{layer}.self_attn.v", None)
+        seen = (query @ key.transpose(1, 2) / HEAD_DIM**0.5).softmax(dim=-1) @ value
+        x = x + linear(seen.transpose(0, 1).flatten(1), tensors[f"{layer}.self_attn.o_proj.weight"])
+        between = norm(x, f"{layer}.post_attention_layernorm")
+        gate, up, down = (tensors[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        x = x + linear(silu(linear(between, gate)) * linear(between, up), down)
+    found: Tensor = model.get_output_embeddings()(norm(x, "norm"))[1:]
+    return found
 
 
 def save_markov_pair(directory: Path, *, is_hostile: bool = False) -> tuple[Path, Path]:

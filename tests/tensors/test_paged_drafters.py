@@ -234,6 +234,34 @@ def test_block_drafters_of_other_targets(overrides: Any, problem: str, tmp_path:
         block.load(saved, load_model(target, dtype="float32"))
 
 
+def test_a_published_block_drafter_computes_what_a_straight_implementation_does(tmp_path: Path) -> None:
+    """In files as z-lab's; after the target's tokens in chunks."""
+    target, saved = save_target(tmp_path / "target"), blocks.save_published(tmp_path / "drafter")
+    model = load_model(target, dtype="float32")
+    runner = BlockRunner(model, block.load(saved, model), num_pages=64, page_size=4)
+    with runner.new_sequence() as cache:
+        runner.forward([Feed(cache, PROMPT[:3])])
+        runner.forward([Feed(cache, PROMPT[3:-1])])
+        found = runner.logits(runner.draft([cache], PROMPT[-1:])[0, 1:])
+    expected = blocks.straight_logits(target, blocks.published_tensors(), PROMPT, 7)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"dflash_config": {"selector_rank": 8, "conv_kernel_size": None}}, "selector_rank is not supported"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers of a block drafter"),
+        ({"attention_bias": True}, "attention_bias and is_causal are not supported"),
+        ({"dflash_config": {"target_layer_ids": None}}, "dflash_config has no target_layer_ids"),
+    ],
+)
+def test_published_block_drafters_that_are_refused(overrides: Any, problem: str, tmp_path: Path) -> None:
+    saved = blocks.save_published(tmp_path / "drafter", **overrides)
+    with pytest.raises(ModelLoadError, match=problem):
+        block.load(saved, load_model(save_target(tmp_path / "target"), dtype="float32"))
+
+
 @pytest.mark.parametrize("layout", eagles.LAYOUTS)
 @pytest.mark.parametrize(("given", "layer"), [({}, {}), (eagles.NEWER, eagles.QWEN3)], ids=["plain", "newer"])
 def test_eagle3_computes_what_a_straight_implementation_does(

@@ -6,22 +6,25 @@
 Keys at p follow from tokens 0..p, as the target's own do, so they lie in the same pages; see `mtp`. They are
 computed in every pass of the target. A block is appended to the cache, and dropped again by the caller.
 
-The modules are transformers' own (`DFlashTokenCandidateGenerator` names what they read).
+The modules are transformers' own (`DFlashTokenCandidateGenerator` names what they read). Files that z-lab
+published are of the same modules under other names.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModel, MuseGlimmerAssistantConfig, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
 from specwire.engine.attention import paged as attention
@@ -37,6 +40,15 @@ from specwire.rule.transfer import to_device
 
 _CHECK_TOKENS = 10
 _NEEDS = ("block_size", "mask_token_id", "target_layer_ids")
+_NAMED, _BLOCK_SIZE, _FULL = "dflash_config", 16, "full_attention"
+"""What a config of z-lab's has, the block that it means where it names none, and attention to all tokens."""
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act"),
+)
+"""What both configs say under the same names."""
+_RENAMED = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
+"""z-lab's names of tensors, and transformers'."""
 
 
 def load(source: str | os.PathLike[str], model: Any) -> Any:
@@ -47,12 +59,45 @@ def load(source: str | os.PathLike[str], model: Any) -> Any:
     """
     source = os.fspath(source)
     with loading.errors_naming(source):
-        drafter = loading.load_weights(source, str(model.dtype).removeprefix("torch."), kind=AutoModel)
+        dtype, given = str(model.dtype).removeprefix("torch."), _read_config(source)
+        published = {"config": published_config(given), "key_mapping": _RENAMED} if _NAMED in given else {}
+        drafter = loading.load_weights(source, dtype, kind=AutoModel, **published)
         _check(drafter.config, model)
         drafter = drafter.to(model.device)
         pack_linears(drafter)
         self_check(model, drafter)
     return drafter
+
+
+def _read_config(source: str) -> dict[str, Any]:
+    path = Path(source) / "config.json"
+    found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    return found
+
+
+def published_config(given: Mapping[str, Any]) -> MuseGlimmerAssistantConfig:
+    """transformers' config of a drafter as z-lab publishes it: a config of Qwen3 with `dflash_config`.
+
+    Raises:
+        ModelLoadError: it computes what transformers' modules do not.
+    """
+    own = dict(given[_NAMED])
+    inner: Any = Qwen3Config.from_dict({name: value for name, value in given.items() if name != _NAMED})
+    named = {name: own.pop(name, given.get(name)) for name in _NEEDS}
+    named["block_size"] = named["block_size"] or _BLOCK_SIZE
+    if lacking := [name for name, value in named.items() if value is None]:
+        raise ModelLoadError(f"dflash_config has no {', '.join(lacking)}")
+    if others := {name: value for name, value in own.items() if value is not None}:
+        raise ModelLoadError(f"dflash_config: {', '.join(others)} is not supported")
+    types = given.get("layer_types") or [_FULL] * inner.num_hidden_layers
+    if {*types} != {_FULL}:
+        raise ModelLoadError(
+            "layer_types: sliding layers of a block drafter see no later token, and would here"
+        )
+    if inner.attention_bias or given.get("is_causal"):
+        raise ModelLoadError("attention_bias and is_causal are not supported in a block drafter")
+    sizes = {name: getattr(inner, name) for name in _SIZES}
+    return MuseGlimmerAssistantConfig(**sizes, **named, layer_types=types, dtype=given.get("dtype"))
 
 
 def _check(config: Any, model: Any) -> None:
