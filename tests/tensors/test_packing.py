@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,7 @@ def test_of_float32_weights_large_ones_are_packed_and_middling_ones_kept_too(num
     plain = nn.Linear(256, num_outputs)
     many, one = torch.randn(1, 5, 256), torch.randn(1, 1, 256)
     expected = plain(many), plain(one)
+    assert pack_linears(copy.deepcopy(plain), keeps_none=True) == (num_outputs == 4096)
     assert pack_linears(plain) == (num_outputs >= 256)
     assert plain.weight.untyped_storage().nbytes() == (4 if num_outputs == 4096 else 4 * 256 * num_outputs)
     torch.testing.assert_close((plain(many), plain(one)), expected)

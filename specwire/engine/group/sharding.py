@@ -101,7 +101,8 @@ def run_on_local_shards(model: Any, *, in_rank_order: bool = False) -> None:
             wrappers.append((module, wrap))
     if in_rank_order:
         _check_none_is_left(model)
-    pack_linears(model)  # first, since it replaces `forward` by the bare product
+    # First, since it replaces `forward` by the bare product. No rank holds more than its share.
+    pack_linears(model, keeps_none=True)
     for module, wrap in wrappers:
         module.forward = wrap(module, module.forward)
 

@@ -25,10 +25,13 @@ _LARGE_FLOAT32 = 1 << 20
 tokens), 1,024 x 1,024 takes 51 and 54 (233 and 59), 4,096 x 1,024 takes 228 and 188 (1,177 and 249)."""
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, *, keeps_none: bool = False) -> int:
     """Pack the bfloat16 and float32 linear layers of a model on a CPU, where torch and the CPU support it.
 
     The original weight is freed unless another module shares it, or single tokens are faster with it.
+
+    Args:
+        keeps_none: leave those alone of which both would be kept.
 
     Returns:
         The number of packed layers.
@@ -36,8 +39,10 @@ def pack_linears(model: nn.Module) -> int:
     users = Counter(id(parameter) for parameter in _all_parameters(model))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     chosen = [linear for linear in linears if _fits(linear.weight)]
+    if keeps_none:
+        chosen = [linear for linear in chosen if not _is_kept(linear.weight)]
     for linear in chosen:
-        if linear.weight.dtype == torch.float32 and linear.weight.numel() < _LARGE_FLOAT32:
+        if _is_kept(linear.weight):
             _pack_beside(linear)
         else:
             _pack(linear, is_shared=users[id(linear.weight)] > 1)
@@ -55,6 +60,10 @@ def _fits(weight: Tensor) -> bool:
         return False
     is_large = weight.dtype == torch.bfloat16 or weight.numel() >= _LEAST_FLOAT32
     return is_large and can_pack_weights(weight.dtype)
+
+
+def _is_kept(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.numel() < _LARGE_FLOAT32
 
 
 def _pack_beside(linear: nn.Linear) -> None:
