@@ -19,17 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from specwire import embedded
-from specwire.config.models import EMBEDDED
-from specwire.engine.boot import model_directory
 from specwire.engine.heads.files import replace_file
 from specwire.engine.model.eagle3 import Eagle3, read_settings
-from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.support import IntArray
 from tools.eagle3.config import TrainEagle3Config
 from tools.eagle3.unrolled import loss_of
 from tools.heads.states import Kept
-from tools.heads.training import Bar, load_target, text_name, token_ids_of
+from tools.heads.training import Bar, prepared, text_name
 
 _WINDOW, _NUM_WINDOWS = 128, 16
 """Tokens of a step."""
@@ -47,16 +43,11 @@ def train(config: TrainEagle3Config, bar: Bar) -> Path:
         ConfigError: the text is too short, or is no UTF-8.
         ModelLoadError: the target cannot be loaded, or has no tokenizer.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    source = str(embedded.TARGET_DIR) if config.target == EMBEDDED else config.target
-    text = token_ids_of(config, source, _WINDOW)
-    model = load_target(source)
+    model, text, of = prepared(config, _WINDOW)
     made = _config(model, config.draft_vocab_size)
     drafter = _new(model, made, _most_frequent(text, made["vocab_size"], made["draft_vocab_size"]))
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    of = weights_fingerprint(model_directory(source))
     name = f"{of} {text_name(text)} {config.depth} {config.steps} {made['draft_vocab_size']}"
     _fit(model, drafter, torch.from_numpy(text), config, Kept(out, name), bar)
     tensors = {

@@ -45,13 +45,8 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
         ConfigError: the text is too short, or is no UTF-8.
         ModelLoadError: the target cannot be loaded, or has no tokenizer.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    source = str(embedded.TARGET_DIR) if config.target == EMBEDDED else config.target
-    token_ids = token_ids_of(config, source, WINDOW)
-    model = load_target(source)
+    model, token_ids, fingerprint = prepared(config, WINDOW)
     target = Target.of(model)
-    fingerprint = weights_fingerprint(model_directory(source))
     out = Path(config.out)
     partial = out / _PARTIAL
     partial.mkdir(parents=True, exist_ok=True)
@@ -93,8 +88,27 @@ class _Given(Protocol):
     @property
     def tokens(self) -> int: ...
 
+    @property
+    def num_threads(self) -> int: ...
 
-def token_ids_of(config: _Given, source: str, least: int) -> IntArray:
+
+def prepared(config: _Given, least: int) -> tuple[Any, IntArray, str]:
+    """The target, the text's tokens and the fingerprint of the target's weights.
+
+    Args:
+        least: tokens that the text must have.
+
+    Raises:
+        ConfigError, ModelLoadError: see `train`.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    source = str(embedded.TARGET_DIR) if config.target == EMBEDDED else config.target
+    token_ids = _token_ids(config, source, least)
+    return _load_target(source), token_ids, weights_fingerprint(model_directory(source))
+
+
+def _token_ids(config: _Given, source: str, least: int) -> IntArray:
     """The text's, int64 [num_tokens].
 
     Raises:
@@ -110,7 +124,7 @@ def token_ids_of(config: _Given, source: str, least: int) -> IntArray:
     return token_ids
 
 
-def load_target(source: str) -> Any:
+def _load_target(source: str) -> Any:
     """The target in float32 on the CPU, as transformers runs it."""
     with errors_naming(source):
         read_config(source)
