@@ -34,17 +34,14 @@ COMPILING = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
 LOCKED = requirements/install.sh $(BIN)/python
 
-# $(call torch,PYTHON): the CPU build, or PyPI's where no index has it.
-torch = requirements/install.sh $(1) requirements/torch-cpu.txt || { \
-	echo "pip found no CPU build of torch that is locked: installing PyPI's, on Linux with CUDA, several GB ..."; \
-	requirements/install.sh $(1) requirements/torch-cuda.txt; }
-
-# What the demo runs on, and nothing for tests.
+# What the demo runs on, and nothing for tests. Of torch the CPU build, or PyPI's where no index has it.
 $(VENV)/demo: pyproject.toml requirements/torch-cpu.txt requirements/torch-cuda.txt requirements/demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specwire needs Python 3.11 or later")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) ..."
-	@$(call torch,$(BIN)/python)
+	@$(LOCKED) requirements/torch-cpu.txt || { \
+		echo "pip found no CPU build of torch that is locked: installing PyPI's, on Linux with CUDA, several GB ..."; \
+		$(LOCKED) requirements/torch-cuda.txt; }
 	@$(LOCKED) requirements/demo.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@requirements/check.sh $(BIN)/python
@@ -62,12 +59,14 @@ $(VENV)/installed: $(VENV)/demo requirements/dev.txt
 # uv and cyclonedx-bom, for the two targets below alone.
 TOOLS := build/tools/bin
 
-# What others use to talk to such servers, for tests: lm-eval, LiteLLM, schemathesis. Some have no wheels.
+# What others use to talk to such servers, for tests: lm-eval, LiteLLM, schemathesis. Some have no wheels. They take
+# torch, up to 5 GB, from $(VENV): a .pth file names its packages, behind their own.
 suites: build/suites/installed
 
-build/suites/installed: requirements/torch-cpu.txt requirements/torch-cuda.txt requirements/suites.txt
+build/suites/installed: $(VENV)/installed requirements/suites.txt
 	@$(PYTHON) -m venv build/suites
-	@$(call torch,build/suites/bin/python)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$packages" > $$(build/suites/bin/python -c "$$packages")/torch.pth
 	@build/suites/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --no-compile \
 		-r requirements/suites.txt
 	@touch $@
