@@ -140,7 +140,8 @@ class BatchDrafter:
         )
         self._loop = asyncio.new_event_loop()
         self._idle: asyncio.TimerHandle | None = None
-        threading.Thread(target=self._loop.run_forever, name="specwire", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="specwire", daemon=True)
+        self._thread.start()
         try:
             self._pool = self._run(self._connected())
         except BaseException:
@@ -191,9 +192,11 @@ class BatchDrafter:
         return counts
 
     def close(self) -> None:
-        """Close all sequences and connections, and end the thread."""
-        self._run(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Close all sequences and connections, and end the thread; once closed, do nothing."""
+        if self._thread.is_alive():
+            self._run(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
     async def _close(self) -> None:
         self._end_all()
