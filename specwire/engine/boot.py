@@ -156,6 +156,8 @@ def start(
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
     _limit_context(description, config, source)
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
+    keeps_states = runner.pool.keeps_states
+    description["trees"] = not (config.batch_invariant or keeps_states)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
     info = _model_info(config, source, description, tokenizer, files)
@@ -179,7 +181,7 @@ def start(
         max_prefill_tokens=config.max_prefill_tokens,
         context_len=info.longest_len,
         thread=thread,
-        prefix_sharing=config.prefix_sharing,
+        prefix_sharing=config.prefix_sharing and not keeps_states,
         step_timeout_s=config.step_timeout_s,
         vocab_size=vocab_size,
         hook=hook,
@@ -285,7 +287,6 @@ def _model_info(
         tokenizer_bytes=len(files.data),
         incarnation=uuid.uuid4().hex[:12],
         batch_invariant=config.batch_invariant or is_emulated,
-        trees=not config.batch_invariant,
         drafts=config.own.source != "",
         own_source=config.own.source,
         least_pass_ms=config.least_pass_ms,

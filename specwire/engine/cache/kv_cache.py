@@ -27,7 +27,7 @@ import operator
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,6 +89,7 @@ class PagePool:
         page_size: slots in a page, at least 1.
 
     Attributes:
+        keeps_states: sequences have states beside their pages, see `SequenceCache.states`.
         num_shared_pages: of the held pages, those that more than one sequence holds.
         copies: what the next pass of any sequence copies before it writes.
     """
@@ -99,6 +100,7 @@ class PagePool:
                 raise InvalidRequestError(name, value, "must be at least 1")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.keeps_states = False
         self._references = [0] * num_pages
         self._num_free = num_pages
         self.num_shared_pages = 0
@@ -296,9 +298,15 @@ class SequenceCache:
         writable_len: it may grow to this length as it is; beyond it the pool has to be asked.
         encoder_len: so many first tokens are the input of an encoder, which reads them all at once: they are
             held together or not at all. Set it while the sequence is empty.
+        states: of recurrent layers, in order: the tokens that each is the state after, and the state, which
+            forks share. The last one is after all tokens that are held.
+        committed_len: a later truncation most likely keeps so many tokens, and a state after them is of use.
     """
 
-    __slots__ = ("_digests", "encoder_len", "length", "pages", "pool", "released", "root", "writable_len")
+    __slots__ = (
+        *("_digests", "committed_len", "encoder_len", "length", "pages", "pool", "released", "root"),
+        *("states", "writable_len"),
+    )
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -309,6 +317,8 @@ class SequenceCache:
         self.released = False
         self.root = ROOT
         self.encoder_len = 0
+        self.states: list[tuple[int, Any]] = []
+        self.committed_len = 0
         pool.register(self)
 
     def __enter__(self) -> SequenceCache:
@@ -424,7 +434,8 @@ class SequenceCache:
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
 
-        A length within the input of an encoder drops all of them.
+        A length within the input of an encoder drops all of them, and one between two states of recurrent
+        layers those after the earlier one: callers read the length that is left.
 
         Raises:
             InvalidRequestError: `length` is negative or more than is held.
@@ -433,6 +444,10 @@ class SequenceCache:
             raise InvalidRequestError("length", length, f"must lie in [0, {self.length}]")
         if length < self.encoder_len:
             length = 0
+        if self.pool.keeps_states:
+            while self.states and self.states[-1][0] > length:
+                self.states.pop()
+            length = self.states[-1][0] if self.states else 0
         size, pages = self.pool.page_size, self.pages
         keep = -(-length // size)
         if len(pages) > keep:
@@ -510,6 +525,7 @@ class SequenceCache:
         twin._digests = self._digests.copy()
         twin.root, twin.encoder_len = self.root, self.encoder_len
         twin.length = self.length
+        twin.states, twin.committed_len = self.states[:], self.committed_len
         self.writable_len = 0
         return twin
 
