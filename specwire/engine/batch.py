@@ -320,7 +320,8 @@ class Packer:
                 tree, a sequence given twice, one that ends within the input of its encoder.
             ContextLengthError: a sequence would outgrow the model's context.
             ResourceExhaustedError: the cache is full.
-            UnsupportedError: a tree where rows are to be bitwise independent of others, or layers are recurrent.
+            UnsupportedError: a tree where rows are to be bitwise independent of others, or layers are
+                recurrent.
         """
         feeds = Feeds.of(feeds)
         lengths = [cache.length for cache in feeds.caches]

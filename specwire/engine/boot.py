@@ -156,8 +156,7 @@ def start(
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
     _limit_context(description, config, source)
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
-    keeps_states = runner.pool.keeps_states
-    description["trees"] = not (config.batch_invariant or keeps_states)
+    description["trees"] = not (config.batch_invariant or runner.pool.keeps_states)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
     info = _model_info(config, source, description, tokenizer, files)
@@ -181,7 +180,7 @@ def start(
         max_prefill_tokens=config.max_prefill_tokens,
         context_len=info.longest_len,
         thread=thread,
-        prefix_sharing=config.prefix_sharing and not keeps_states,
+        prefix_sharing=config.prefix_sharing,
         step_timeout_s=config.step_timeout_s,
         vocab_size=vocab_size,
         hook=hook,

@@ -92,10 +92,10 @@ def test_the_cache_takes_what_is_left_of_a_share_of_all_memory(pair: tuple[Path,
     config = VerifyConfig(model=str(pair[0]), gpu_memory_utilization=share, page_size=PAGE_SIZE)
     num_pages = memory.num_pages(config, cpu)
     assert callable(num_pages)
-    assert num_pages(1000) * 1000 == pytest.approx(0.01 * total, rel=0.2)
+    assert num_pages(1000, 0) * 1000 == pytest.approx(0.01 * total, rel=0.2)
     shared = memory.num_pages(config, cpu, num_sharing=2)
     assert callable(shared)
-    assert shared(1000) * 1000 == pytest.approx(0.005 * total, rel=0.2)
+    assert shared(1000, 0) * 1000 == pytest.approx(0.005 * total, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["kv_cache_memory", "gpu_memory_utilization"])

@@ -12,7 +12,6 @@ from specwire.engine.attention import varlen
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import ModelLoadError
 
-
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
 """Types of layers, as configs name them, that attend to all tokens or to a window of the last ones."""
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})

@@ -41,6 +41,9 @@ from specwire.support import IntArray
 # the pool. That frees contiguous room for several sequences to grow, which single pages would not.
 _POOL_PAGES_PER_EVICTION = 64
 
+MOST_NAMED_STATES = 64
+"""States of recurrent layers that new sequences can begin with."""
+
 
 class IntegrityError(InternalError, AssertionError):
     """The bookkeeping is inconsistent; a defect of the engine, never of a caller."""
@@ -90,6 +93,7 @@ class PagePool:
 
     Attributes:
         keeps_states: sequences have states beside their pages, see `SequenceCache.states`.
+        named_states: states at the ends of pages, by the pages' names, least recently used first.
         num_shared_pages: of the held pages, those that more than one sequence holds.
         copies: what the next pass of any sequence copies before it writes.
     """
@@ -101,6 +105,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.keeps_states = False
+        self.named_states: dict[bytes, Any] = {}
         self._references = [0] * num_pages
         self._num_free = num_pages
         self.num_shared_pages = 0
@@ -237,6 +242,7 @@ class PagePool:
     def forget_all(self) -> None:
         """Make all pages unknown and drop pending copies, because what the slots held is lost."""
         self.copies.forget()
+        self.named_states.clear()
         for page in range(self.num_pages):
             self.forget(page)
 
@@ -474,11 +480,23 @@ class SequenceCache:
         if len(self._digests) < num_complete:
             self._digests.extend(self._names(token_ids, num_complete))
             self.pool.remember(self.root, self._digests, self.pages)
+            self._name_states()
             if num_complete == len(self.pages):
                 self.writable_len = 0  # once known, the last page must not be written
 
+    def _name_states(self) -> None:
+        """Make the states at the ends of known pages known, too."""
+        named, size = self.pool.named_states, self.pool.page_size
+        for length, state in self.states:
+            if length % size == 0 and length <= len(self._digests) * size:
+                named.pop(name := self._digests[length // size - 1], None)
+                named[name] = state
+        while len(named) > MOST_NAMED_STATES:
+            del named[next(iter(named))]
+
     def reuse_prefix(self, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Share the known pages that `token_ids` begin with, instead of computing them.
+        """Share the known pages that `token_ids` begin with, instead of computing them; where layers are
+        recurrent, those up to the last state that is known.
 
         Args:
             token_ids: the tokens that the sequence, which must be empty, is to hold.
@@ -499,7 +517,11 @@ class SequenceCache:
             self.pool.share([page])
             self.pages.append(page)
             self._digests.append(digest)
-        self.length = len(self.pages) * self.pool.page_size
+        size, named = self.pool.page_size, self.pool.named_states
+        self.states = [
+            ((i + 1) * size, named[name]) for i, name in enumerate(self._digests) if name in named
+        ][-1:]
+        self.length = len(self.pages) * size
         self.truncate(self.length)
         return self.length
 

@@ -127,12 +127,18 @@ def check_config(config: Any) -> None:
             "sliding-window attention and states in transformers' cache can be rolled back"
         )
     model_class = _model_class(config)
-    if getattr(model_class, "_is_stateful", False) and not types & RECURRENT_TYPES:
+    if getattr(model_class, "_is_stateful", False) and not is_recurrent(config):
         raise ModelLoadError(f"{config.model_type!r} keeps a recurrent state, which cannot be rolled back")
     if not model_class._can_set_attn_implementation():
         raise ModelLoadError(
             f"{config.model_type!r} has attention of its own, and not transformers' attention interface"
         )
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers keep a state."""
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    return not RECURRENT_TYPES.isdisjoint(types or ())
 
 
 def _model_class(config: Any) -> Any:

@@ -1,12 +1,14 @@
-"""Layers that keep a state of the text instead of keys and values: linear attention, Mamba, short convolutions.
+"""Layers that keep a state of the text instead of keys and values: linear attention, Mamba, convolutions.
 
 A state cannot be cut back to an earlier token. So a sequence keeps a few, each with the number of tokens that
-it is the state after, and a sequence that is rolled back to a length between two of them runs the tokens after
-the earlier one again (`SequenceCache.states`). A pass ends its tokens in two pieces where it can: those that are
-committed, after which the state is of use whatever is accepted, and the draft tokens.
+it is the state after, and one that is rolled back to a length between two of them runs the tokens after the
+earlier one again (`SequenceCache.states`). A pass ends pieces of its tokens where a state is of use:
 
-    sequence   ├── committed ──────────────┤├─ draft ─┤
-    states                 |                |         |      of use if all draft tokens are accepted
+    sequence   ├── committed ─────────────────┤├─ draft ─┤
+    states               |                    |          |
+                         |                    |          if all draft tokens are accepted
+                         |                    whatever is accepted
+                         at the end of a page, for sequences that begin likewise
 
 transformers' own code of a layer runs the pieces, as it continues from a cache. Pieces of equal length are
 one batch.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -104,13 +107,12 @@ class Recurrence(Cache):  # type: ignore[misc]
         self._states: list[dict[int, State]] = []
         batches: dict[tuple[int, int, bool], list[_Piece]] = defaultdict(list)
         row = 0
-        for i, (cache, start, num) in enumerate(zip(caches, starts, num_query, strict=True)):
-            self._states.append({start: cache.states[-1][1] if start else {}})
-            ends = sorted({min(max(cache.committed_len, start), start + num), start + num} - {start})
-            for place, end in enumerate(ends):
-                piece = _Piece(i, start, end, row)
-                batches[place, end - start, start > 0].append(piece)
-                start, row = end, row + end - start
+        for i, (cache, first, num) in enumerate(zip(caches, starts, num_query, strict=True)):
+            self._states.append({first: cache.states[-1][1] if first else {}})
+            ends = _ends(cache, first, first + num)
+            for place, (start, end) in enumerate(itertools.pairwise([first, *ends])):
+                batches[place, end - start, start > 0].append(_Piece(i, start, end, row))
+                row += end - start
         self._batches = [
             (pieces, torch.tensor([[*range(p.row, p.row + length)] for p in pieces], device=device))
             for (_, length, _), pieces in sorted(batches.items(), key=lambda item: item[0])
@@ -121,7 +123,11 @@ class Recurrence(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def run(self, own: Callable[[Tensor], Tensor], layer: int, hidden: Tensor) -> Tensor:
-        """One layer on the packed row, [1, num_tokens, size]; `own` runs sequences of equal length, batched."""
+        """One layer on the packed row, [1, num_tokens, size].
+
+        Args:
+            own: the layer itself, on sequences of equal length, [batch, num_tokens, size].
+        """
         output = torch.empty_like(hidden)
         for pieces, rows in self._batches:
             before = [self._states[piece.sequence][piece.start].get(layer) for piece in pieces]
@@ -141,6 +147,13 @@ class Recurrence(Cache):  # type: ignore[misc]
             states = [*cache.states, *((length, found[length]) for length in found if length != start)]
             settled = [state for state in states if state[0] <= cache.committed_len][-2:]
             cache.states = settled if states[-1] in settled else [*settled, states[-1]]
+
+
+def _ends(cache: SequenceCache, first: int, last: int) -> list[int]:
+    """Where the pieces of a sequence's tokens [first, last) end."""
+    committed, size = cache.committed_len, cache.pool.page_size
+    page_end = (min(committed, last + 1) - 1) // size * size  # the last one before the last committed token
+    return sorted(end for end in {page_end, committed, last} if first < end <= last)
 
 
 def num_bytes(state: State) -> int:

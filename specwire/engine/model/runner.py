@@ -27,11 +27,11 @@ from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.layers.blocks import Blocks
+from specwire.engine.model import recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
 from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.graphs import PaddedSteps
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
-from specwire.engine.model import recurrent
 from specwire.engine.model.recurrent import Recurrence
 from specwire.engine.model.states import States
 from specwire.engine.model.tokenwise import TokenwiseBatch
@@ -61,7 +61,7 @@ class ModelRunner:
     Args:
         model: a transformers causal language model; it is switched to the engine's attention.
         num_pages: pages of the KV cache, allocated here; or a function that returns it, given the bytes of
-            a page, and those of a sequence's states.
+            a page, and those of a state of the recurrent layers.
         page_size: tokens per page.
         replay: pad steps to a few sizes and capture them in this way; None runs each step as it is.
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
@@ -81,7 +81,7 @@ class ModelRunner:
             without any.
         attention_path: `views` on a CPU, else as in `Probe.attention_path`.
         kv_bytes_per_token: memory of a cached token in all layers.
-        state_bytes: most memory of a sequence's states; 0 without recurrent layers.
+        state_bytes: memory of a state of all recurrent layers; 0 without any.
     """
 
     drafting: Any = None
@@ -273,7 +273,7 @@ class ModelRunner:
             state: recurrent.State = cache.states[-1][1]
             if len(state) != self._num_recurrent:
                 raise ModelLoadError(f"{len(state)} of {self._num_recurrent} recurrent layers keep a state")
-            self.state_bytes = recurrent.MOST_STATES * recurrent.num_bytes(state)
+            self.state_bytes = recurrent.num_bytes(state)
         return probe
 
     def _recurrence(
