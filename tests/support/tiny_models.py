@@ -124,6 +124,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | _EXPERTS | _LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     ),
     "mamba2": ("Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1}),
+    "mamba": ("Mamba", _MAMBA),
+    "falcon_mamba": ("FalconMamba", _MAMBA),
+    "jamba": ("Jamba", _SIZES | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
     "bamba": ("Bamba", _SIZES | _MAMBA_HEADS | {"attn_layer_indices": [1]}),
     "falcon_h1": ("FalconH1", _SIZES | _MAMBA_HEADS | {"mamba_d_ssm": 64, "mamba_n_groups": 1}),
     "granitemoehybrid": (
@@ -133,10 +136,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", _NEMOTRON_H | _EXPERTS),
     "olmo_hybrid": ("OlmoHybrid", _SIZES | _LINEAR),
     # Refused.
-    "mamba": ("Mamba", _MAMBA),
-    "falcon_mamba": ("FalconMamba", _MAMBA),
     "rwkv": ("Rwkv", {"hidden_size": 32, "num_hidden_layers": 2}),
-    "jamba": ("Jamba", _SIZES | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
     "llama4": ("Llama4", _SIZES | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
     "deepseek_v32": (
         "DeepseekV32",
@@ -168,8 +168,12 @@ _HEADS = {"gpt2": "LMHeadModel", "mistral3": "ForConditionalGeneration"}
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt2", "opt", "gpt_neox")
 EXTRA_FAMILIES = ("gemma2", "gpt_oss")
+RECURRENT_FAMILIES = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba", "mamba2", "falcon_mamba"),
+    *("jamba", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"),
+)
 MTP_FAMILIES = ("mellum", "glm4_moe", "deepseek_v3")
-REFUSED_FAMILIES = ("mamba", "bloom")
+REFUSED_FAMILIES = ("rwkv", "bloom")
 
 
 def build(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, **overrides: Any) -> PreTrainedModel:

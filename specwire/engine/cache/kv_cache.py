@@ -568,6 +568,8 @@ class SequenceCache:
             raise IntegrityError(f"{len(self.pages)} pages of {size} tokens for length {self.length}")
         if 0 < self.length < self.encoder_len:
             raise IntegrityError(f"{self.length} of the {self.encoder_len} tokens of an input are held")
+        if self.pool.keeps_states and self.length != (self.states[-1][0] if self.states else 0):
+            raise IntegrityError(f"length {self.length}, but states after {[n for n, _ in self.states]}")
         if len(set(self.pages)) != len(self.pages):
             raise IntegrityError(f"a page occurs twice in {self.pages}")
         if self.writable_len > self.length and not (

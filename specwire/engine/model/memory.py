@@ -54,8 +54,8 @@ def _pages_in_free(
     Raises:
         ModelLoadError: less than one page fits.
     """
-    num_bytes = int(free_bytes(device) * fraction) - num_states * state_bytes
-    return _pages(f"--kv-cache-memory {fraction}", num_bytes, device, page_bytes)
+    left = int(free_bytes(device) * fraction)
+    return _pages(f"--kv-cache-memory {fraction}", left, device, page_bytes, num_states * state_bytes)
 
 
 def _pages_up_to(
@@ -68,15 +68,17 @@ def _pages_up_to(
 ) -> int:
     """Pages until so much of the memory is in use, by the model and all else. Errors as above."""
     total = total_bytes(device)
-    left = int(total * utilization) - (total - free_bytes(device))
-    num_bytes = left // num_sharing - num_states * state_bytes
-    return _pages(f"--gpu-memory-utilization {utilization}", num_bytes, device, page_bytes)
+    left = (int(total * utilization) - (total - free_bytes(device))) // num_sharing
+    what = f"--gpu-memory-utilization {utilization}"
+    return _pages(what, left, device, page_bytes, num_states * state_bytes)
 
 
-def _pages(what: str, num_bytes: int, device: torch.device, page_bytes: int) -> int:
+def _pages(what: str, num_bytes: int, device: torch.device, page_bytes: int, states_bytes: int) -> int:
     if not page_bytes:
         raise ModelLoadError(f"{what}: the model keeps no keys and values; give --num-kv-tokens")
-    if num_bytes < page_bytes:
+    if num_bytes - states_bytes < page_bytes:
         problem = f"leaves {max(0, num_bytes)} bytes on {device}, less than a page of {page_bytes}"
+        if states_bytes:
+            problem += f" and {states_bytes} for states of recurrent layers (--max-sequences)"
         raise ModelLoadError(f"{what} {problem}")
-    return num_bytes // page_bytes
+    return (num_bytes - states_bytes) // page_bytes

@@ -53,6 +53,19 @@ def wrap(model: Any) -> int:
     return len(found)
 
 
+def continue_by_token(model: Any) -> bool:
+    """From now on let layers take one token at a time after a state: the scan of some begins without it.
+
+    Returns:
+        Whether that is a change.
+    """
+    found = [module for module in model.modules() if _is_recurrent(type(module))]
+    changed = [module for module in found if not module.forward.keywords]
+    for module in changed:
+        module.forward = partial(module.forward, by_token=True)
+    return bool(changed)
+
+
 def cache_name(model: Any) -> str:
     """The keyword by which the model takes a cache."""
     taken = inspect.signature(model.forward).parameters
@@ -64,14 +77,16 @@ def _is_recurrent(kind: type[nn.Module]) -> bool:
     return any(_UPDATES & {*inspect.unwrap(function).__code__.co_names} for function in functions)
 
 
-def _forward(own: Callable[..., Tensor], layer: int, *args: Any, **keywords: Any) -> Tensor:
+def _forward(
+    own: Callable[..., Tensor], layer: int, *args: Any, by_token: bool = False, **keywords: Any
+) -> Tensor:
     """A recurrent layer's forward; `own` is the model's."""
     name = next((name for name in _CACHE_NAMES if isinstance(keywords.get(name), Recurrence)), None)
     if name is None:
         return own(*args, **keywords)
     hidden = args[0] if args else keywords["hidden_states"]
     cache: Recurrence = keywords[name]
-    return cache.run(lambda states: own(states, **{name: cache}), layer, hidden)
+    return cache.run(lambda states: own(states, **{name: cache}), layer, hidden, by_token=by_token)
 
 
 class _Piece(NamedTuple):
@@ -122,17 +137,19 @@ class Recurrence(Cache):  # type: ignore[misc]
         """Keys and values are written where attention is computed."""
         return key_states, value_states
 
-    def run(self, own: Callable[[Tensor], Tensor], layer: int, hidden: Tensor) -> Tensor:
+    def run(self, own: Callable[[Tensor], Tensor], layer: int, hidden: Tensor, *, by_token: bool) -> Tensor:
         """One layer on the packed row, [1, num_tokens, size].
 
         Args:
             own: the layer itself, on sequences of equal length, [batch, num_tokens, size].
+            by_token: whether it takes one token at a time after a state.
         """
         output = torch.empty_like(hidden)
         for pieces, rows in self._batches:
             before = [self._states[piece.sequence][piece.start].get(layer) for piece in pieces]
             self.layers[layer] = LinearAttentionLayer() if before[0] is None else _joined(before)
-            output[0, rows] = own(hidden[0, rows])
+            taken = hidden[0, rows].split(1 if by_token and before[0] is not None else rows.shape[1], dim=1)
+            output[0, rows] = torch.cat([own(some) for some in taken], dim=1)
             for i, piece in enumerate(pieces):
                 after = self._states[piece.sequence].setdefault(piece.end, {})
                 after[layer] = _one_of(self.layers[layer], i)
