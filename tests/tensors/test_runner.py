@@ -60,10 +60,10 @@ def _tokens(num_tokens: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
 
 
-def _assert_close(actual: Tensor, expected: Tensor) -> None:
+def _assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     assert actual.dtype == torch.float32
     assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, check_device=False)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_device=False)
 
 
 def _assert_idle(runner: ModelRunner) -> None:
@@ -154,8 +154,9 @@ class _History:
         rows = logits.split([feed.num_rows for feed in feeds])
         for (_, tokens), feed, actual in zip(chosen, feeds, rows, strict=True):
             tokens.extend(feed.token_ids)
-            if feed.num_rows:
-                _assert_close(actual, _reference(self.family, tokens)[-feed.num_rows :])
+            if feed.num_rows:  # a state sums up the text, in other pieces than from scratch
+                tolerance = 10 * TOLERANCE if self.runner.pool.keeps_states else TOLERANCE
+                _assert_close(actual, _reference(self.family, tokens)[-feed.num_rows :], tolerance)
 
 
 @pytest.mark.sample(5)
