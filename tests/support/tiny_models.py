@@ -43,7 +43,7 @@ _MELLUM: dict[str, Any] = {
 }
 _MELLUM |= {"sliding_window": WINDOW, "num_mtp_layers": 1, "mtp_mlp_layer_types": ["dense"]}
 _GPT_J = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-_MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+_MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "tie_word_embeddings": False}
 _MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}
 _LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
 _LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
