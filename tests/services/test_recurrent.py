@@ -45,7 +45,7 @@ def test_texts_are_those_of_generate_for_any_number_of_draft_tokens(
     """Several streams at once; the second time their prompts are known, up to the states at ends of pages."""
     target, draft = pair
     expected = [written_by_transformers(build(target.name), prompt, NUM_TOKENS) for prompt in PROMPTS]
-    in_target = {"verify_options": {"draft_model": str(draft)}} if place == "target" else {}
+    in_target: dict[str, Any] = {"verify_options": {"draft_model": str(draft)}} if place == "target" else {}
     auto = {"num_draft_tokens": "auto"}
     with local_stack(target, None if in_target else draft, coordinator_options=auto, **in_target) as stack:
         for number in (0, 4, None):

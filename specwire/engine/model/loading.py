@@ -25,7 +25,6 @@ from specwire.config import extras
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import ATTENTION_TYPES, PLAIN_TYPES, RECURRENT_TYPES
 from specwire.engine.batch import Feed
-from specwire.engine.model import recurrent
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
 from specwire.errors import ModelLoadError, SpecwireError
@@ -227,15 +226,6 @@ def self_check(model: Any) -> None:
     attention.register()
     tokens = check_ids(model)
     reference = _own_logits(model, tokens).repeat(2, 1)
-    try:
-        _check_in_modes(model, tokens, reference)
-    except ModelLoadError:
-        if not recurrent.continue_by_token(model):
-            raise
-        _check_in_modes(model, tokens, reference)
-
-
-def _check_in_modes(model: Any, tokens: list[int], reference: Tensor) -> None:
     for size, replay in _check_modes(model):
         runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
         check_logits(model, _packed_logits(runner, tokens), reference)

@@ -40,6 +40,7 @@ State = dict[int, Any]
 """By the layer's number, a `LinearAttentionLayer` of one sequence; never written once it is kept."""
 
 
+@torch.inference_mode()
 def wrap(model: Any) -> int:
     """Let passes with a `Recurrence` run the model's recurrent layers through it; may be repeated.
 
@@ -47,28 +48,20 @@ def wrap(model: Any) -> int:
         How many there are: modules whose code updates the states of a transformers cache.
     """
     found = [module for module in model.modules() if _is_recurrent(type(module))]
+    if not found:
+        return 0
+    size = 8, 2, model.config.get_text_config(decoder=True).hidden_size
+    hidden = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
     for module in found:
         if "forward" not in module.__dict__:
-            module.forward = partial(_forward, module.forward, module.layer_idx)
+            by_token = _drops_state(module.forward, module.layer_idx, hidden)
+            module.forward = partial(_forward, module.forward, module.layer_idx, by_token)
     return len(found)
 
 
-def continue_by_token(model: Any) -> bool:
-    """From now on let layers take one token at a time after a state: the scan of some begins without it.
-
-    Returns:
-        Whether that is a change.
-    """
-    found = [module for module in model.modules() if _is_recurrent(type(module))]
-    changed = [module for module in found if not module.forward.keywords]
-    for module in changed:
-        module.forward = partial(module.forward, by_token=True)
-    return bool(changed)
-
-
-def cache_name(model: Any) -> str:
-    """The keyword by which the model takes a cache."""
-    taken = inspect.signature(model.forward).parameters
+def cache_name(forward: Callable[..., Any]) -> str:
+    """The keyword by which the forward of a model, or of a layer, takes a cache."""
+    taken = inspect.signature(forward).parameters
     return next(name for name in _CACHE_NAMES if name in taken)
 
 
@@ -77,9 +70,27 @@ def _is_recurrent(kind: type[nn.Module]) -> bool:
     return any(_UPDATES & {*inspect.unwrap(function).__code__.co_names} for function in functions)
 
 
-def _forward(
-    own: Callable[..., Tensor], layer: int, *args: Any, by_token: bool = False, **keywords: Any
-) -> Tensor:
+def _drops_state(own: Callable[..., Tensor], layer: int, hidden: Tensor) -> bool:
+    """Whether a layer begins without its state when it is given several tokens, as the scan of some does:
+    their output does not depend on it then. In half precision the self-check may not tell.
+
+    Args:
+        hidden: inputs of some sequences; a state may be forgotten at one token, and not at others.
+    """
+    cache = Cache(layers=[None] * layer + [LinearAttentionLayer()])
+    name = cache_name(own)
+    own(hidden[:, :1], **{name: cache})
+    before, found = cache.layers[layer], []
+    if before.recurrent_states[0] is None:
+        return False
+    for shift in (0, 64):
+        cache.layers[layer] = _changed(before, lambda name, i: getattr(before, name)[i].clone())
+        cache.layers[layer].recurrent_states[0].add_(shift)
+        found.append(own(hidden, **{name: cache}))
+    return torch.equal(*found)
+
+
+def _forward(own: Callable[..., Tensor], layer: int, by_token: bool, *args: Any, **keywords: Any) -> Tensor:
     """A recurrent layer's forward; `own` is the model's."""
     name = next((name for name in _CACHE_NAMES if isinstance(keywords.get(name), Recurrence)), None)
     if name is None:
@@ -148,8 +159,8 @@ class Recurrence(Cache):  # type: ignore[misc]
         for pieces, rows in self._batches:
             before = [self._states[piece.sequence][piece.start].get(layer) for piece in pieces]
             self.layers[layer] = LinearAttentionLayer() if before[0] is None else _joined(before)
-            taken = hidden[0, rows].split(1 if by_token and before[0] is not None else rows.shape[1], dim=1)
-            output[0, rows] = torch.cat([own(some) for some in taken], dim=1)
+            length = 1 if by_token and before[0] is not None else rows.shape[1]
+            output[0, rows] = torch.cat([own(some) for some in torch.split(hidden[0, rows], length, 1)], 1)
             for i, piece in enumerate(pieces):
                 after = self._states[piece.sequence].setdefault(piece.end, {})
                 after[layer] = _one_of(self.layers[layer], i)

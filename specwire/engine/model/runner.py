@@ -485,7 +485,7 @@ class ModelRunner:
         """
         keywords: dict[str, Any] = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
         recurrence = getattr(packed, "recurrence", None)
-        states = {} if recurrence is None else {recurrent.cache_name(self.model): recurrence}
+        states = {} if recurrence is None else {recurrent.cache_name(self.model.forward): recurrence}
         output = self.model(
             input_ids=token_ids[None],
             position_ids=positions[None],
