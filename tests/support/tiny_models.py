@@ -51,6 +51,11 @@ _CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
 _NEMOTRON_H = _SIZES | {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]}
 _NEMOTRON_H |= {"num_hidden_layers": 4, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16}
 _NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+_KIMI: dict[str, Any] = _WITHOUT_GROUPS | {"num_key_value_heads": 4, "num_experts": 4, "v_head_dim": 8}
+_KIMI |= {"layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 16}
+_KIMI |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+_KIMI["linear_attn_config"] = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 8}
+_KIMI["linear_attn_config"] |= {"short_conv_kernel_size": 4}
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -114,6 +119,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # With recurrent layers.
     "lfm2": ("Lfm2", _SIZES | _CONVOLUTIONS),
     "lfm2_moe": ("Lfm2Moe", _SIZES | _EXPERTS | _CONVOLUTIONS | {"num_dense_layers": 1, "num_experts": 4}),
+    "lfm3": ("Lfm3", _SIZES | _CONVOLUTIONS),
     "qwen3_next": (
         "Qwen3Next",
         _SIZES | _EXPERTS | _LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 16},
@@ -135,7 +141,13 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": ("NemotronH", _NEMOTRON_H | _EXPERTS),
     "olmo_hybrid": ("OlmoHybrid", _SIZES | _LINEAR),
+    "kimi_linear": ("KimiLinear", _KIMI | _EXPERTS),
     # Refused.
+    "minimax": ("MiniMax", _SIZES | {"num_local_experts": 2, "layer_types": _LINEAR["layer_types"]}),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        _SIZES | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": WINDOW},
+    ),
     "rwkv": ("Rwkv", {"hidden_size": 32, "num_hidden_layers": 2}),
     "llama4": ("Llama4", _SIZES | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
     "deepseek_v32": (
@@ -170,7 +182,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt2", "opt", "gpt_
 EXTRA_FAMILIES = ("gemma2", "gpt_oss")
 RECURRENT_FAMILIES = (
     *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba", "mamba2", "falcon_mamba"),
-    *("jamba", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"),
+    *("jamba", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "kimi_linear"),
+    "lfm3",
 )
 MTP_FAMILIES = ("mellum", "glm4_moe", "deepseek_v3")
 REFUSED_FAMILIES = ("rwkv", "bloom")

@@ -22,7 +22,7 @@ from specwire.core import Rule, SamplingParams
 from specwire.engine import chosen
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.paged import PackedBatch
-from specwire.engine.attention.probe import Probe
+from specwire.engine.attention.probe import RECURRENT_TYPES, Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
@@ -267,13 +267,16 @@ class ModelRunner:
             raise ModelLoadError(f"the model cannot be served: {problem}") from error
         self.vocab_size = int(logits.shape[-1])
         probe.check(self.model.config)
-        self.state_bytes = 0
+        state: recurrent.State = {}
         if recurrence is not None:
             recurrence.keep()
-            state: recurrent.State = cache.states[-1][1]
-            if len(state) != self._num_recurrent:
-                raise ModelLoadError(f"{len(state)} of {self._num_recurrent} recurrent layers keep a state")
-            self.state_bytes = recurrent.num_bytes(state)
+            state = cache.states[-1][1]
+        self.state_bytes = recurrent.num_bytes(state)
+        types = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        num_declared = sum(kind in RECURRENT_TYPES for kind in types)
+        if not len(state) == self._num_recurrent == num_declared:
+            problem = f"{len(state)} layers keep a state in transformers' cache, and not {num_declared}"
+            raise ModelLoadError(f"{problem}, as the config declares")
         return probe
 
     def _recurrence(
