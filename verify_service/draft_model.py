@@ -58,7 +58,8 @@ class ModelDrafts(GrownDrafts):
     def load(cls, config: VerifyConfig, service: ModelService) -> Self:
         """What `--draft-model` names."""
         runner: Any = service.runner
-        return cls(runner.drafting, config, service.info.vocab_size, may_be_tree=service.info.trees)
+        may_be_tree = service.info.trees and not runner.drafting.pool.keeps_states
+        return cls(runner.drafting, config, service.info.vocab_size, may_be_tree=may_be_tree)
 
     def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing for sequences near the end of the draft's context."""

@@ -125,6 +125,7 @@ def _engine(findings: Findings, scale: Scale, target: Path, device: torch.device
     if model is not None:
         phase("batch invariance", lambda: _invariance(findings, model, _prompts(scale)))
     _draft(findings, scale, device, phase)
+    phase("recurrent layers", lambda: passes.check_recurrent(findings, device))
 
 
 def _target(findings: Findings, scale: Scale, target: Path, device: torch.device, phase: Any) -> Any:

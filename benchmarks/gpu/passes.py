@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.report import summarise
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed
-from specwire.engine.model.loading import load_model
+from specwire.engine.model.loading import load_model, self_check
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import random, sampling
 from specwire.rule.captured import CudaReplay, EagerReplay
@@ -71,7 +71,28 @@ def weights_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in read)
 
 
+_RECURRENT: Mapping[str, dict[str, Any]] = {
+    "qwen3_next": {"num_experts": 0, "layer_types": ["linear_attention", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 64, "n_groups": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
+"""Models of a kind of recurrent layer each, as far as they differ from small ones."""
+_SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0}
+
 # ── right ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_recurrent(findings: Findings, device: torch.device) -> None:
+    """Layers that keep a state, in chunks and after a rollback, against the models' own; random weights.
+
+    Raises:
+        ModelLoadError: one differs.
+    """
+    for kind, own in _RECURRENT.items():
+        config = AutoConfig.for_model(kind, **_SMALL | own)
+        self_check(AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval())
+        findings.facts[f"recurrent layers of {kind}"] = "as the model's own"
 
 
 def check(findings: Findings, runner: ModelRunner, reference: Path, prompts: Sequence[Sequence[int]]) -> None:

@@ -181,6 +181,8 @@ def _load(config: DraftConfig, vocab_size: int) -> InnerDrafter:
         runner, description = models.make_runner(own, source)
     except ModelLoadError as error:
         raise ModelLoadError(f"--inner {error}") from error
+    if runner.pool.keeps_states:
+        raise ModelLoadError(f"--inner {source}: has recurrent layers, which guess for no draft")
     return ModelDrafter(
         runner,
         DraftDecider(own),

@@ -263,6 +263,7 @@ class Batch(NamedTuple):
         rows: int64, indices in the packed row whose logits are wanted.
         copies: slots to copy before any is written; None without any.
         inputs: of the encoder; None without one.
+        caches: the sequences, where they keep states of recurrent layers; else none.
     """
 
     token_ids: IntArray
@@ -272,6 +273,7 @@ class Batch(NamedTuple):
     rows: IntArray
     copies: SlotCopies | None = None
     inputs: EncoderInputs | None = None
+    caches: Sequence[SequenceCache] = ()
 
     def split(self, max_tokens: int) -> list[Batch]:
         """The same work in batches of at most `max_tokens` tokens, to be run in this order."""
@@ -318,7 +320,8 @@ class Packer:
                 tree, a sequence given twice, one that ends within the input of its encoder.
             ContextLengthError: a sequence would outgrow the model's context.
             ResourceExhaustedError: the cache is full.
-            UnsupportedError: a tree where rows are to be bitwise independent of others.
+            UnsupportedError: a tree where rows are to be bitwise independent of others, or layers are
+                recurrent.
         """
         feeds = Feeds.of(feeds)
         lengths = [cache.length for cache in feeds.caches]
@@ -354,8 +357,9 @@ class Packer:
 
     def _check(self, feed: Feed) -> None:
         num_query = len(feed.token_ids)
-        if self._batch_invariant and feed.tree is not None:
-            raise UnsupportedError("tree", "given", "--batch-invariant runs chains only")
+        if feed.tree is not None and (self._batch_invariant or self.pool.keeps_states):
+            what = "--batch-invariant" if self._batch_invariant else "a model with recurrent layers"
+            raise UnsupportedError("tree", "given", f"{what} runs chains only")
         if num_query == 0:
             raise InvalidRequestError("token_ids", feed.token_ids, "must be a non-empty list of tokens")
         if min(feed.token_ids) < 0 or max(feed.token_ids) >= self._num_embeddings:
@@ -391,6 +395,8 @@ class Packer:
         segments = Segments(offsets, ends, tables, self.pool.page_size, trees)
         rows = _rows(feeds.num_rows, offsets)
         batch = Batch(token_ids, positions, slots, segments, rows, self.pool.copies.take())
+        if self.pool.keeps_states:
+            return batch._replace(caches=caches)
         encoder_lens = feeds.encoder_lens
         return _without_inputs(batch, encoder_lens, lengths, feeds.num_rows) if any(encoder_lens) else batch
 

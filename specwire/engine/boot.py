@@ -156,6 +156,7 @@ def start(
     # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
     _limit_context(description, config, source)
     _limit_lengths(description, runner.pool.num_pages * config.page_len)
+    description["trees"] = not (config.batch_invariant or runner.pool.keeps_states)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
     info = _model_info(config, source, description, tokenizer, files)
@@ -285,7 +286,6 @@ def _model_info(
         tokenizer_bytes=len(files.data),
         incarnation=uuid.uuid4().hex[:12],
         batch_invariant=config.batch_invariant or is_emulated,
-        trees=not config.batch_invariant,
         drafts=config.own.source != "",
         own_source=config.own.source,
         least_pass_ms=config.least_pass_ms,

@@ -111,6 +111,7 @@ class TokenSequence:
         tokens[base_len:] = token_ids
         self.tree = None
         num_kept = min(num_kept, len(tokens) - 1)
+        self.cache.committed_len = len(tokens)
         if num_kept < self.cache.length:
             self.cache.truncate(num_kept)
         if num_read and not self.cache.length:

@@ -21,7 +21,7 @@ from specwire.engine.model.eagle3 import Eagle3Runner
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import make_replay
 from specwire.engine.model.hardware import select_device
-from specwire.engine.model.loading import describe, errors_naming, load_model, read_config
+from specwire.engine.model.loading import describe, errors_naming, is_recurrent, load_model, read_config
 from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
@@ -53,8 +53,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     num_pages = memory.num_pages(config, device)
     replay = make_replay(config, device)
     own_dtype = _dtype(config.model, config.dtype, config.device)
-    if _has_encoder(source):
-        _check_encoder_decoder(config, source)
+    if _has_encoder(source, config):
         halves = encoder_decoder.load(source, dtype=own_dtype, device=str(device))
         served = EncoderDecoderRunner(halves, num_pages=num_pages, page_size=config.page_len)
         return served, encoder_decoder.describe(halves, source)
@@ -68,9 +67,9 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
     paged = partial(ModelRunner, page_size=config.page_len, compiles=compiles)
     draft = _load_draft(config, device) if isinstance(config, VerifyConfig) and config.draft_model else None
     if draft is not None and callable(num_pages):  # both have as many tokens
-        page_bytes = paged(draft, num_pages=1).kv_bytes_per_token * config.page_len
-        of_both = num_pages
-        num_pages = lambda own_bytes: of_both(own_bytes + page_bytes)  # noqa: E731
+        one, of_both = paged(draft, num_pages=1), num_pages
+        page_bytes = one.kv_bytes_per_token * config.page_len
+        num_pages = lambda own, states: of_both(own + page_bytes, states + one.state_bytes)  # noqa: E731
     runner = paged(
         model,
         num_pages=num_pages,
@@ -106,20 +105,27 @@ def _load_draft(config: VerifyConfig, device: torch.device) -> Any:
         raise ModelLoadError(f"--draft-model {error}") from error
 
 
-def _has_encoder(source: str) -> bool:
-    with errors_naming(source):
-        return bool(read_config(source, may_encode=True).is_encoder_decoder)
+def _has_encoder(source: str, config: ModelServiceConfig | None = None) -> bool:
+    """Args:
+        config: checked, if given.
 
-
-def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
-    """Raises:
-    ModelLoadError: naming a flag that does not combine with an encoder-decoder.
+    Raises:
+        ModelLoadError: naming a flag that does not combine with an encoder-decoder, or recurrent layers.
     """
-    own = flag_name(config.own.source)
-    if config.own.source == DRAFT_MODEL:
+    with errors_naming(source):
+        found = read_config(source, may_encode=True)
+    has_encoder = bool(found.is_encoder_decoder)
+    if config is not None and (has_encoder or is_recurrent(found)):
+        _check_kind(config, source, "is an encoder-decoder" if has_encoder else "has recurrent layers")
+    return has_encoder
+
+
+def _check_kind(config: ModelServiceConfig, source: str, kind: str) -> None:
+    own, is_model = flag_name(config.own.source), config.own.source == DRAFT_MODEL
+    if is_model:
         own += "; its draft needs a service of its own (--draft-placement service)"
     refused = {
-        own: config.own.source != "",
+        own: config.own.source != "" and not (is_model and kind == "has recurrent layers"),
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }
@@ -127,12 +133,11 @@ def _check_encoder_decoder(config: ModelServiceConfig, source: str) -> None:
         refused |= {"--inner": config.inner != "", "--learn": config.learn}
     for flag, is_given in refused.items():
         if is_given:
-            raise ModelLoadError(f"{source}: is an encoder-decoder, which is not served with {flag}")
+            raise ModelLoadError(f"{source}: {kind}, which is not served with {flag}")
 
 
 def _make_group(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    if _has_encoder(source):
-        _check_encoder_decoder(config, source)
+    _has_encoder(source, config)
     from specwire.engine.group.placement import require_ray
 
     require_ray(config.tensor_parallel_size)

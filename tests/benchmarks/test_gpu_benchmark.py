@@ -30,6 +30,7 @@ def test_a_dry_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFix
     status = gpu.main([*words, "--out", str(tmp_path / "out")])
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert (status, found["problems"]) == (0, [])
+    assert {"recurrent layers of qwen3_next", "recurrent layers of mamba2"} < found["facts"].keys()
     assert list(found["verify_ms"]) == ["1 × 1", "1 × 6", "2 × 6"]
     assert list(found["draft_ms"]) == ["0", "1"]
     assert list(found["gap_ms"]) == ["target", "draft"]

@@ -18,7 +18,7 @@ PROMPTS = [[5, 9, 11, 2, 7], [3] * 20 + [8, 1, 30], [64]]
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.RECURRENT_FAMILIES])
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     target = save_target(tmp_path / "target", family)
     expected = [written_by_transformers(tiny_models.build(family), prompt, NUM_TOKENS) for prompt in PROMPTS]

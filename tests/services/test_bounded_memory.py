@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 
 from specwire import AsyncClient, Completion, ContextLengthError, ModelLoadError, Rule, SamplingParams
 from specwire.config.flags import flag_name
-from specwire.config.preflight.memory import _cgroup
+from specwire.config.preflight.memory import _cgroup, _kv_values_per_token
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.model import memory
@@ -22,6 +23,7 @@ from specwire.engine.model.memory import free_bytes, total_bytes
 from specwire.engine.model.runner import ModelRunner
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
+from tests.support.tiny_models import build
 from tests.support.together import sampled
 from verify_service.verifier import VerifyDecider
 
@@ -92,10 +94,10 @@ def test_the_cache_takes_what_is_left_of_a_share_of_all_memory(pair: tuple[Path,
     config = VerifyConfig(model=str(pair[0]), gpu_memory_utilization=share, page_size=PAGE_SIZE)
     num_pages = memory.num_pages(config, cpu)
     assert callable(num_pages)
-    assert num_pages(1000) * 1000 == pytest.approx(0.01 * total, rel=0.2)
+    assert num_pages(1000, 0) * 1000 == pytest.approx(0.01 * total, rel=0.2)
     shared = memory.num_pages(config, cpu, num_sharing=2)
     assert callable(shared)
-    assert shared(1000) * 1000 == pytest.approx(0.005 * total, rel=0.2)
+    assert shared(1000, 0) * 1000 == pytest.approx(0.005 * total, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["kv_cache_memory", "gpu_memory_utilization"])
@@ -114,6 +116,14 @@ def test_a_context_is_limited_and_not_extended(pair: tuple[Path, Path]) -> None:
     assert service.info.context_len == 40
     with pytest.raises(ModelLoadError, match=r"--max-model-len 999999: .* has a context of \d+"):
         boot.start(VerifyConfig(model=str(pair[0]), max_model_len=999999), "verify", VerifyDecider())
+
+
+@pytest.mark.parametrize("family", ["llama", "granitemoehybrid", "qwen3_next", "bamba", "falcon_h1"])
+def test_a_token_takes_what_the_preflight_counts(tmp_path: Path, family: str) -> None:
+    """Recurrent layers keep nothing of it."""
+    runner = ModelRunner(build(family), num_pages=1)
+    config = json.loads((save_target(tmp_path, family) / "config.json").read_text())
+    assert runner.kv_bytes_per_token == 4 * _kv_values_per_token(config)
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:

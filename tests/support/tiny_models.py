@@ -43,10 +43,19 @@ _MELLUM: dict[str, Any] = {
 }
 _MELLUM |= {"sliding_window": WINDOW, "num_mtp_layers": 1, "mtp_mlp_layer_types": ["dense"]}
 _GPT_J = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-_MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+_MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "tie_word_embeddings": False}
 _MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}
 _LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
 _LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+_CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+_NEMOTRON_H = _SIZES | {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]}
+_NEMOTRON_H |= {"num_hidden_layers": 4, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16}
+_NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+_KIMI: dict[str, Any] = _WITHOUT_GROUPS | {"num_key_value_heads": 4, "num_experts": 4, "v_head_dim": 8}
+_KIMI |= {"layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 16}
+_KIMI |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+_KIMI["linear_attn_config"] = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 8}
+_KIMI["linear_attn_config"] |= {"short_conv_kernel_size": 4}
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -107,23 +116,39 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", _SIZES | {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
     "seed_oss": ("SeedOss", _SIZES),
     "starcoder2": ("Starcoder2", _SIZES),
-    # Refused.
-    "mamba": ("Mamba", _MAMBA),
-    "mamba2": ("Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1}),
-    "falcon_mamba": ("FalconMamba", _MAMBA),
-    "rwkv": ("Rwkv", {"hidden_size": 32, "num_hidden_layers": 2}),
-    "jamba": ("Jamba", _SIZES | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
-    "falcon_h1": ("FalconH1", _SIZES | _MAMBA_HEADS | {"mamba_d_ssm": 64, "mamba_n_groups": 1}),
-    "granitemoehybrid": (
-        "GraniteMoeHybrid",
-        _SIZES | _MAMBA_HEADS | {"layer_types": ["mamba", "attention"], "num_local_experts": 4},
-    ),
+    # With recurrent layers.
+    "lfm2": ("Lfm2", _SIZES | _CONVOLUTIONS),
+    "lfm2_moe": ("Lfm2Moe", _SIZES | _EXPERTS | _CONVOLUTIONS | {"num_dense_layers": 1, "num_experts": 4}),
+    "lfm3": ("Lfm3", _SIZES | _CONVOLUTIONS),
     "qwen3_next": (
         "Qwen3Next",
         _SIZES | _EXPERTS | _LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     ),
     "qwen3_5": ("Qwen3_5", _SIZES | _LINEAR),
-    "lfm2": ("Lfm2", _SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        _SIZES | _EXPERTS | _LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "mamba2": ("Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1}),
+    "mamba": ("Mamba", _MAMBA),
+    "falcon_mamba": ("FalconMamba", _MAMBA),
+    "jamba": ("Jamba", _SIZES | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "bamba": ("Bamba", _SIZES | _MAMBA_HEADS | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("FalconH1", _SIZES | _MAMBA_HEADS | {"mamba_d_ssm": 64, "mamba_n_groups": 1}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _SIZES | _MAMBA_HEADS | {"layer_types": ["mamba", "attention"], "num_local_experts": 4},
+    ),
+    "nemotron_h": ("NemotronH", _NEMOTRON_H | _EXPERTS),
+    "olmo_hybrid": ("OlmoHybrid", _SIZES | _LINEAR),
+    "kimi_linear": ("KimiLinear", _KIMI | _EXPERTS),
+    # Refused.
+    "minimax": ("MiniMax", _SIZES | {"num_local_experts": 2, "layer_types": _LINEAR["layer_types"]}),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        _SIZES | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": WINDOW},
+    ),
+    "rwkv": ("Rwkv", {"hidden_size": 32, "num_hidden_layers": 2}),
     "llama4": ("Llama4", _SIZES | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
     "deepseek_v32": (
         "DeepseekV32",
@@ -150,13 +175,18 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 NAMES = frozenset(_FAMILIES)
-_TEXT_CONFIGS = ("gemma3", "llama4", "qwen3_5")
+_TEXT_CONFIGS = ("gemma3", "llama4", "qwen3_5", "qwen3_5_moe")
 _HEADS = {"gpt2": "LMHeadModel", "mistral3": "ForConditionalGeneration"}
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt2", "opt", "gpt_neox")
 EXTRA_FAMILIES = ("gemma2", "gpt_oss")
+RECURRENT_FAMILIES = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba", "mamba2", "falcon_mamba"),
+    *("jamba", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "kimi_linear"),
+    "lfm3",
+)
 MTP_FAMILIES = ("mellum", "glm4_moe", "deepseek_v3")
-REFUSED_FAMILIES = ("mamba", "bloom")
+REFUSED_FAMILIES = ("rwkv", "bloom")
 
 
 def build(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, **overrides: Any) -> PreTrainedModel:

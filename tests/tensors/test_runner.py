@@ -60,10 +60,10 @@ def _tokens(num_tokens: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
 
 
-def _assert_close(actual: Tensor, expected: Tensor) -> None:
+def _assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     assert actual.dtype == torch.float32
     assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, check_device=False)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_device=False)
 
 
 def _assert_idle(runner: ModelRunner) -> None:
@@ -135,6 +135,7 @@ class _History:
             cache, tokens = self.rng.choice(self.live)
             del tokens[self.rng.randint(max(0, len(tokens) - 12), len(tokens)) :]
             cache.truncate(len(tokens))
+            del tokens[cache.length :]  # of a recurrent model, fewer may be left
         else:
             self._forward()
 
@@ -144,6 +145,7 @@ class _History:
         for cache, _ in chosen:
             new = [self.rng.randrange(3, VOCAB_SIZE) for _ in range(self.rng.choice([1, 1, 3, 6]))]
             feeds.append(Feed(cache, new, self.rng.randint(0, len(new))))
+            cache.committed_len = cache.length + len(new) // 2
         try:
             logits = self.runner.forward(feeds)
         except ResourceExhaustedError:
@@ -152,12 +154,13 @@ class _History:
         rows = logits.split([feed.num_rows for feed in feeds])
         for (_, tokens), feed, actual in zip(chosen, feeds, rows, strict=True):
             tokens.extend(feed.token_ids)
-            if feed.num_rows:
-                _assert_close(actual, _reference(self.family, tokens)[-feed.num_rows :])
+            if feed.num_rows:  # a state sums up the text, in other pieces than from scratch
+                tolerance = 10 * TOLERANCE if self.runner.pool.keeps_states else TOLERANCE
+                _assert_close(actual, _reference(self.family, tokens)[-feed.num_rows :], tolerance)
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, "lfm2", "qwen3_next", "mamba2", "falcon_h1"])
 def test_after_any_history_logits_equal_those_from_scratch(family: str) -> None:
     _History(family, seed=3).run(num_operations=220)
 

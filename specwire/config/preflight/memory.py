@@ -26,6 +26,8 @@ _MEMINFO = Path("/proc/meminfo")
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its format."""
 _FORMATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mamba", "mlp", "moe"})
+"""Types of layers that keep no keys and values, as files of configs name them."""
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
 
@@ -126,13 +128,23 @@ def _kv_values_per_token(config: dict[str, Any]) -> int:
     """Numbers that the KV cache keeps of a token; 0 where the config has no usual names for them."""
     text = text_config(config)
     try:
-        num_layers = _first(text, "num_hidden_layers", "n_layer") - int(text.get("num_kv_shared_layers") or 0)
+        num_layers = _num_attending(text) - int(text.get("num_kv_shared_layers") or 0)
         num_heads = _first(text, "num_attention_heads", "n_head")
         num_kv_heads = int(text.get("num_key_value_heads") or num_heads)
         head_dim = int(text.get("head_dim") or _first(text, "hidden_size", "n_embd") // num_heads)
     except (StopIteration, TypeError, ValueError, ZeroDivisionError):
         return 0
     return 2 * num_layers * num_kv_heads * head_dim
+
+
+def _num_attending(text: dict[str, Any]) -> int:
+    """Layers with keys and values, as the config counts or lists them; recurrent ones have none."""
+    num_layers = _first(text, "num_hidden_layers", "n_layer")
+    if types := text.get("layer_types") or text.get("layers_block_type"):
+        return sum(kind not in _WITHOUT_KEYS for kind in types)
+    if (indices := text.get("attn_layer_indices")) is not None:
+        return len(indices)
+    return num_layers // int(text.get("full_attention_interval") or 1)
 
 
 def _first(config: dict[str, Any], *names: str) -> int:

@@ -23,6 +23,8 @@ _HUB_TIMEOUT_S = 2.0
 """The answer of a preflight is due within 3 s."""
 RELATIVE_LEN = 2048
 """Longest sequence of models whose positions are distances; an encoder takes memory by its square."""
+UNBOUNDED_LEN = 1 << 20
+"""Of models that know no positions; what the KV cache counts as room is the limit."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _ORIGINAL = "original_max_position_embeddings"
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
@@ -139,6 +141,9 @@ def context_len(get: Callable[[str], Any]) -> int | None:
             limit = original if limit is None else min(limit, original or limit)
     if get("relative_attention_num_buckets") is not None:
         return max(limit or 0, RELATIVE_LEN)
+    types = get("layer_types")
+    if limit is None and types and set(types) == {"linear_attention"}:
+        return UNBOUNDED_LEN
     return limit
 
 

@@ -68,12 +68,14 @@ class PackedBatch:
         segments: the sequences in row order; their `num_query` add up to num_tokens.
         layers: the caches by attention module.
         page_size: slots in a page.
+        recurrence: what recurrent layers run through; None without any.
     """
 
     slots: Tensor
     segments: Sequence[Segment]
     layers: dict[nn.Module, LayerCache]
     page_size: int
+    recurrence: Any = None
     _plans: dict[tuple[int | None, int, bool, int], views.ReadPlan] = field(init=False, default_factory=dict)
     _block_tables: varlen.BlockTables | None = field(init=False, default=None)
     _varlen: varlen.VarlenStep | None = field(init=False, default=None)

@@ -12,6 +12,13 @@ from specwire.engine.attention import varlen
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import ModelLoadError
 
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+"""Types of layers, as configs name them, that attend to all tokens or to a window of the last ones."""
+RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Those that keep a state."""
+PLAIN_TYPES = frozenset({"mlp", "moe"})
+"""Those that keep nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -40,8 +47,9 @@ class LayerShape:
 class Probe:
     """Takes the place of a `PackedBatch` of one token, and records what each layer passes to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, recurrence: Any = None) -> None:
         self.shapes: dict[nn.Module, LayerShape] = {}
+        self.recurrence = recurrence
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -75,13 +83,16 @@ class Probe:
             ModelLoadError: naming the first difference.
         """
         text = config.get_text_config(decoder=True)
-        if not self.shapes:
+        types = getattr(text, "layer_types", None)
+        if not self.shapes and self.recurrence is None:
             raise ModelLoadError(
                 f"no layer of {text.model_type!r} calls transformers' attention interface; "
-                "recurrent models and models with attention of their own cannot be served"
+                "models with attention of their own cannot be served"
             )
         windows = [shape.sliding_window for shape in self.shapes.values()]
         expected = getattr(text, "num_hidden_layers", len(windows))
+        if types is not None:
+            expected = sum(kind in ATTENTION_TYPES for kind in types[:expected])
         if len(windows) != expected:
             raise ModelLoadError(f"{len(windows)} of {expected} layers call the attention interface")
         _check_windows(text, windows)
@@ -97,8 +108,7 @@ def _check_windows(config: Any, windows: Sequence[int | None]) -> None:
         if declared and getattr(config, "use_sliding_window", True) and not any(windows):
             raise ModelLoadError(f"the sliding window of {declared} does not reach the attention layers")
         return
-    for index, (layer_type, window) in enumerate(zip(layer_types, windows, strict=False)):
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ModelLoadError(f"layer {index} is of type {layer_type!r}, which cannot be served")
-        if (layer_type == "sliding_attention") != (window is not None):
+    attending = [(index, kind) for index, kind in enumerate(layer_types) if kind in ATTENTION_TYPES]
+    for (index, layer_type), window in zip(attending, windows, strict=False):
+        if ("sliding" in layer_type) != (window is not None):
             raise ModelLoadError(f"layer {index} is {layer_type!r} but its window is {window}")

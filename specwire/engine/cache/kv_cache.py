@@ -27,7 +27,7 @@ import operator
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from specwire.support import IntArray
 # A cached page is evicted together with its cached neighbours, on each side up to one for this many pages of
 # the pool. That frees contiguous room for several sequences to grow, which single pages would not.
 _POOL_PAGES_PER_EVICTION = 64
+
+MOST_NAMED_STATES = 64
+"""States of recurrent layers that new sequences can begin with."""
 
 
 class IntegrityError(InternalError, AssertionError):
@@ -89,6 +92,8 @@ class PagePool:
         page_size: slots in a page, at least 1.
 
     Attributes:
+        keeps_states: sequences have states beside their pages, see `SequenceCache.states`.
+        named_states: states at the ends of pages, by the pages' names, least recently used first.
         num_shared_pages: of the held pages, those that more than one sequence holds.
         copies: what the next pass of any sequence copies before it writes.
     """
@@ -99,6 +104,8 @@ class PagePool:
                 raise InvalidRequestError(name, value, "must be at least 1")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.keeps_states = False
+        self.named_states: dict[bytes, Any] = {}
         self._references = [0] * num_pages
         self._num_free = num_pages
         self.num_shared_pages = 0
@@ -235,6 +242,7 @@ class PagePool:
     def forget_all(self) -> None:
         """Make all pages unknown and drop pending copies, because what the slots held is lost."""
         self.copies.forget()
+        self.named_states.clear()
         for page in range(self.num_pages):
             self.forget(page)
 
@@ -296,9 +304,15 @@ class SequenceCache:
         writable_len: it may grow to this length as it is; beyond it the pool has to be asked.
         encoder_len: so many first tokens are the input of an encoder, which reads them all at once: they are
             held together or not at all. Set it while the sequence is empty.
+        states: of recurrent layers, in order: the tokens that each is the state after, and the state, which
+            forks share. The last one is after all tokens that are held.
+        committed_len: a later truncation most likely keeps so many tokens, and a state after them is of use.
     """
 
-    __slots__ = ("_digests", "encoder_len", "length", "pages", "pool", "released", "root", "writable_len")
+    __slots__ = (
+        *("_digests", "committed_len", "encoder_len", "length", "pages", "pool", "released", "root"),
+        *("states", "writable_len"),
+    )
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -309,6 +323,8 @@ class SequenceCache:
         self.released = False
         self.root = ROOT
         self.encoder_len = 0
+        self.states: list[tuple[int, Any]] = []
+        self.committed_len = 0
         pool.register(self)
 
     def __enter__(self) -> SequenceCache:
@@ -424,7 +440,8 @@ class SequenceCache:
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
 
-        A length within the input of an encoder drops all of them.
+        A length within the input of an encoder drops all of them, and one between two states of recurrent
+        layers those after the earlier one: callers read the length that is left.
 
         Raises:
             InvalidRequestError: `length` is negative or more than is held.
@@ -433,6 +450,10 @@ class SequenceCache:
             raise InvalidRequestError("length", length, f"must lie in [0, {self.length}]")
         if length < self.encoder_len:
             length = 0
+        if self.pool.keeps_states:
+            while self.states and self.states[-1][0] > length:
+                self.states.pop()
+            length = self.states[-1][0] if self.states else 0
         size, pages = self.pool.page_size, self.pages
         keep = -(-length // size)
         if len(pages) > keep:
@@ -459,11 +480,23 @@ class SequenceCache:
         if len(self._digests) < num_complete:
             self._digests.extend(self._names(token_ids, num_complete))
             self.pool.remember(self.root, self._digests, self.pages)
+            self._name_states()
             if num_complete == len(self.pages):
                 self.writable_len = 0  # once known, the last page must not be written
 
+    def _name_states(self) -> None:
+        """Make the states at the ends of known pages known, too."""
+        named, size = self.pool.named_states, self.pool.page_size
+        for length, state in self.states:
+            if length % size == 0 and length <= len(self._digests) * size:
+                named.pop(name := self._digests[length // size - 1], None)
+                named[name] = state
+        while len(named) > MOST_NAMED_STATES:
+            del named[next(iter(named))]
+
     def reuse_prefix(self, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Share the known pages that `token_ids` begin with, instead of computing them.
+        """Share the known pages that `token_ids` begin with, instead of computing them; where layers are
+        recurrent, those up to the last state that is known.
 
         Args:
             token_ids: the tokens that the sequence, which must be empty, is to hold.
@@ -484,7 +517,11 @@ class SequenceCache:
             self.pool.share([page])
             self.pages.append(page)
             self._digests.append(digest)
-        self.length = len(self.pages) * self.pool.page_size
+        size, named = self.pool.page_size, self.pool.named_states
+        self.states = [
+            ((i + 1) * size, named[name]) for i, name in enumerate(self._digests) if name in named
+        ][-1:]
+        self.length = len(self.pages) * size
         self.truncate(self.length)
         return self.length
 
@@ -510,6 +547,7 @@ class SequenceCache:
         twin._digests = self._digests.copy()
         twin.root, twin.encoder_len = self.root, self.encoder_len
         twin.length = self.length
+        twin.states, twin.committed_len = self.states[:], self.committed_len
         self.writable_len = 0
         return twin
 
@@ -530,6 +568,8 @@ class SequenceCache:
             raise IntegrityError(f"{len(self.pages)} pages of {size} tokens for length {self.length}")
         if 0 < self.length < self.encoder_len:
             raise IntegrityError(f"{self.length} of the {self.encoder_len} tokens of an input are held")
+        if self.pool.keeps_states and self.length != (self.states[-1][0] if self.states else 0):
+            raise IntegrityError(f"length {self.length}, but states after {[n for n, _ in self.states]}")
         if len(set(self.pages)) != len(self.pages):
             raise IntegrityError(f"a page occurs twice in {self.pages}")
         if self.writable_len > self.length and not (

@@ -129,8 +129,8 @@ def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
     if isinstance(fitting, int):
         return fitting
 
-    def agreed(page_bytes: int) -> int:
-        least = torch.tensor(fitting(page_bytes), device=model.device)
+    def agreed(page_bytes: int, state_bytes: int) -> int:
+        least = torch.tensor(fitting(page_bytes, state_bytes), device=model.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
 

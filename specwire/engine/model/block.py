@@ -172,7 +172,7 @@ class BlockRunner(ModelRunner):
     """
 
     def __init__(
-        self, model: Any, drafter: Any, *, num_pages: int | Callable[[int], int], page_size: int = 16
+        self, model: Any, drafter: Any, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
     ) -> None:
         self._drafter, config = drafter, drafter.config
         self.block_size, self.state_size = config.block_size, config.hidden_size

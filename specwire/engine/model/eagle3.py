@@ -411,7 +411,7 @@ class Eagle3Runner(ModelRunner):
     """
 
     def __init__(
-        self, model: Any, drafter: Eagle3, *, num_pages: int | Callable[[int], int], page_size: int = 16
+        self, model: Any, drafter: Eagle3, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
     ) -> None:
         self._drafter, self.draft_vocab_size = drafter, drafter.settings.draft_vocab_size
         self._seen: dict[int, Tensor] = {}  # by layer, what entered it in the latest pass

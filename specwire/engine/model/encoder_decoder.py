@@ -124,7 +124,9 @@ def _own_logits(model: Any, inputs: list[list[int]], tokens: list[int]) -> Tenso
 class EncoderDecoderRunner(ModelRunner):
     """As `ModelRunner`; first tokens of a sequence are its encoder's input (`SequenceCache.encoder_len`)."""
 
-    def __init__(self, model: Any, *, num_pages: int | Callable[[int], int], page_size: int = 16) -> None:
+    def __init__(
+        self, model: Any, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
+    ) -> None:
         self._halves = _Halves(model)
         super().__init__(model, num_pages=num_pages, page_size=page_size)
         self.attention_path = "views"

@@ -1,6 +1,6 @@
 """Loads a model, or reports exactly why it cannot be served: refuse, never approximate.
 
-A model must pass three checks: its config describes a causal language model without recurrent state; all of
+A model must pass three checks: its config describes a causal language model; all of
 its weights are in the checkpoint; and its logits through the paged engine, in chunks and after a rollback,
 equal its own. The last check needs no list of supported models.
 """
@@ -23,6 +23,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from specwire.config import extras
 from specwire.engine.attention import paged as attention
+from specwire.engine.attention.probe import ATTENTION_TYPES, PLAIN_TYPES, RECURRENT_TYPES
 from specwire.engine.batch import Feed
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
@@ -33,7 +34,6 @@ from specwire.rule.captured import EagerReplay, Replay
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _CHECK_TOKENS = 12
 _MAX_WINDOW_CHECKED = 256
-_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -120,19 +120,25 @@ def check_config(config: Any) -> None:
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{config.model_type!r} is an encoder-decoder, not a causal language model")
-    refused = set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
-    if refused:
+    types = set(getattr(text, "layer_types", None) or ())
+    if refused := types - ATTENTION_TYPES - RECURRENT_TYPES - PLAIN_TYPES:
         raise ModelLoadError(
             f"{config.model_type!r} has layers of type {', '.join(sorted(refused))}; only full and "
-            "sliding-window attention can be rolled back"
+            "sliding-window attention and states in transformers' cache can be rolled back"
         )
     model_class = _model_class(config)
-    if getattr(model_class, "_is_stateful", False):
+    if getattr(model_class, "_is_stateful", False) and not is_recurrent(config):
         raise ModelLoadError(f"{config.model_type!r} keeps a recurrent state, which cannot be rolled back")
     if not model_class._can_set_attn_implementation():
         raise ModelLoadError(
             f"{config.model_type!r} has attention of its own, and not transformers' attention interface"
         )
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers keep a state."""
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    return not RECURRENT_TYPES.isdisjoint(types or ())
 
 
 def _model_class(config: Any) -> Any:
@@ -261,6 +267,7 @@ def _packed_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
     """Logits [2 * num_tokens, vocab_size] of the same tokens, in two chunks and then in one."""
     first = len(tokens) // 2
     with runner.new_sequence() as pieces, runner.new_sequence() as whole:
+        pieces.committed_len = first
         wrong = tokens[first : first + 3][::-1]
         start = runner.forward([Feed(pieces, tokens[:first] + wrong, first + len(wrong))])[:first]
         pieces.truncate(first)

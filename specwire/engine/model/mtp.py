@@ -125,7 +125,7 @@ class MtpRunner(ModelRunner):
     """
 
     def __init__(
-        self, model: Any, mtp: MtpModel, *, num_pages: int | Callable[[int], int], page_size: int = 16
+        self, model: Any, mtp: MtpModel, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
     ) -> None:
         self._mtp = mtp
         self._latest: Tensor | None = None  # states of the latest pass, [num_tokens, state_size]

@@ -22,15 +22,17 @@ from specwire.core import Rule, SamplingParams
 from specwire.engine import chosen
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.paged import PackedBatch
-from specwire.engine.attention.probe import Probe
+from specwire.engine.attention.probe import RECURRENT_TYPES, Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide
 from specwire.engine.layers.blocks import Blocks
+from specwire.engine.model import recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
 from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.graphs import PaddedSteps
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
+from specwire.engine.model.recurrent import Recurrence
 from specwire.engine.model.states import States
 from specwire.engine.model.tokenwise import TokenwiseBatch
 from specwire.engine.private import end_compilers
@@ -59,7 +61,7 @@ class ModelRunner:
     Args:
         model: a transformers causal language model; it is switched to the engine's attention.
         num_pages: pages of the KV cache, allocated here; or a function that returns it, given the bytes of
-            a page.
+            a page, and those of a state of the recurrent layers.
         page_size: tokens per page.
         replay: pad steps to a few sizes and capture them in this way; None runs each step as it is.
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
@@ -79,6 +81,7 @@ class ModelRunner:
             without any.
         attention_path: `views` on a CPU, else as in `Probe.attention_path`.
         kv_bytes_per_token: memory of a cached token in all layers.
+        state_bytes: memory of a state of all recurrent layers; 0 without any.
     """
 
     drafting: Any = None
@@ -87,7 +90,7 @@ class ModelRunner:
         self,
         model: Any,
         *,
-        num_pages: int | Callable[[int], int],
+        num_pages: int | Callable[[int, int], int],
         page_size: int = 16,
         replay: Replay | None = None,
         batch_invariant: bool = False,
@@ -104,13 +107,19 @@ class ModelRunner:
         if model.config._attn_implementation != attention.ATTENTION_NAME:
             model.set_attn_implementation(attention.ATTENTION_NAME)
         self._states: States | None = None
+        self._num_recurrent = recurrent.wrap(model)
+        if self._num_recurrent and (batch_invariant or shows_states):
+            raise ModelLoadError("recurrent layers run neither with --batch-invariant nor with --heads")
+        if self._num_recurrent:  # what they run depends on the sequences, not on sizes alone
+            replay, compiles = None, False
         probe = self._probe()
         if shows_states:
             self._states = States(model)
         self.kv_bytes_per_token = sum(shape.bytes_per_token for shape in probe.shapes.values())
         if callable(num_pages):
-            num_pages = num_pages(self.kv_bytes_per_token * page_size)
+            num_pages = num_pages(self.kv_bytes_per_token * page_size, self.state_bytes)
         self.pool = PagePool(num_pages, page_size)
+        self.pool.keeps_states = self._num_recurrent > 0
         self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
         self._packer = Packer(
@@ -245,7 +254,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _probe(self) -> Probe:
         """Find the layers' shapes and the vocabulary size in a forward pass of one token."""
-        probe = Probe()
+        recurrence, cache = None, PagePool(1, 1).new_sequence()
+        if self._num_recurrent:
+            recurrence = self._recurrence([cache], [0], [1])
+        probe = Probe(recurrence)
         row = np.zeros(1, dtype=np.int64)
         try:
             logits = self._call_model(row, row, probe, row)
@@ -255,7 +267,23 @@ class ModelRunner:
             raise ModelLoadError(f"the model cannot be served: {problem}") from error
         self.vocab_size = int(logits.shape[-1])
         probe.check(self.model.config)
+        state: recurrent.State = {}
+        if recurrence is not None:
+            recurrence.keep()
+            state = cache.states[-1][1]
+        self.state_bytes = recurrent.num_bytes(state)
+        types = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        num_declared = sum(kind in RECURRENT_TYPES for kind in types)
+        if not len(state) == self._num_recurrent == num_declared:
+            problem = f"{len(state)} layers keep a state in transformers' cache, and not {num_declared}"
+            raise ModelLoadError(f"{problem}, as the config declares")
         return probe
+
+    def _recurrence(
+        self, caches: Sequence[SequenceCache], starts: Sequence[int], num_query: Sequence[int]
+    ) -> Recurrence:
+        num_layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        return Recurrence(caches, starts, num_query, num_layers, self.device)
 
     @property
     def num_graphs(self) -> int:
@@ -422,7 +450,14 @@ class ModelRunner:
         """Logits [len(batch.rows), vocab_size] of a batch as it is, in the model's dtype."""
         slots = to_device(batch.slots, self.device)
         packed = PackedBatch(slots, batch.segments, self._layers, self.pool.page_size)
-        return self._call_model(batch.token_ids, batch.positions, packed, batch.rows)
+        if batch.caches:
+            each = batch.segments
+            starts, num_query = [one.first_query for one in each], [one.num_query for one in each]
+            packed.recurrence = self._recurrence(batch.caches, starts, num_query)
+        logits = self._call_model(batch.token_ids, batch.positions, packed, batch.rows)
+        if batch.caches:
+            packed.recurrence.keep()
+        return logits
 
     def _run_padded(self, inputs: StepInputs) -> Tensor:
         """Logits of a padded step; reads only device memory, so that it can be captured."""
@@ -451,13 +486,16 @@ class ModelRunner:
         Returns:
             [number of rows, vocab_size] in the model's dtype.
         """
-        keywords = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
+        keywords: dict[str, Any] = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
+        recurrence = getattr(packed, "recurrence", None)
+        states = {} if recurrence is None else {recurrent.cache_name(self.model.forward): recurrence}
         output = self.model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
             packed=packed,
             **keywords,
+            **states,
         )
         logits: Tensor = output.logits[0]
         if self._states is not None:
