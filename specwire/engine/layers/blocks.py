@@ -179,7 +179,7 @@ def _results(model: Any, modules: Mapping[Block, nn.Module]) -> dict[Block, int]
 
 @torch.inference_mode()
 def _run_one_token(model: Any, probe: Probe) -> None:
-    from specwire.engine.attention.paged import running  # with transformers, which emulated devices do without
+    from specwire.engine.attention.paged import running  # not above: emulated devices need no transformers
 
     row = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with running(probe):
