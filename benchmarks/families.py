@@ -37,6 +37,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (CONTEXT_LEN, "max_position_embeddings n_positions max_seq_len n_ctx"),
     (_WIDTH, "hidden_size d_model n_embd emb_dim word_embed_proj_dim embedding_size attention_hidden_size"),
     (_WIDTH, "input_embedding_size output_embedding_size embedding_dim lru_width dim_model_base"),
+    (_WIDTH, "hidden_size_global"),
     (48, "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim n_inner encoder_ffn_dim"),
     (48, "decoder_ffn_dim dim_ff dff ffn_hidden_size d_inner feed_forward_size"),
     (_HEADS, "num_attention_heads num_heads n_head n_heads encoder_attention_heads"),
@@ -71,7 +72,7 @@ _DBRX_EXPERTS = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
 _ROPE = {
     kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
 }
-_GEMMA_4 = {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_BOTH = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA_HEADS,
@@ -86,11 +87,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "ffn_config": _DBRX_EXPERTS,
     },
     "deepseek_v2": _MOE,
-    "gemma4_text": _GEMMA_4,
-    "gemma4_unified_text": _GEMMA_4,
+    **dict.fromkeys(("gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "laguna"), _BOTH),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
+    "mellum": _BOTH,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 32]},
@@ -123,8 +125,8 @@ def verdict(family: str) -> str:
 
 
 def _shortened(error: str) -> str:
-    if raised := re.match(r"\w+Error(?=: )", error):
-        return f"its code raises {raised[0]}"
+    if re.match(r"\w+Error: ", error):
+        return f"its code raises {error}"
     if error.startswith("self-check failed"):
         return "self-check failed; " + error.rpartition("; ")[2]
     return re.sub(r"^(the model cannot be served: |'[\w-]+' )", "", error)
