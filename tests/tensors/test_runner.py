@@ -329,12 +329,10 @@ def test_unknown_attention_keywords_are_refused() -> None:
         {"is_causal": False},
         {"dropout": 0.1},
     ):
-        with pytest.raises(UnsupportedError, match=next(iter(keywords))):
-            attention.paged_attention(
-                torch.nn.Identity(), query, query, query, None, packed=probe, **keywords
-            )
-    with pytest.raises(UnsupportedError, match="mask"):
-        attention.paged_attention(torch.nn.Identity(), query, query, query, torch.zeros(1), packed=probe)
+        with attention.running(probe), pytest.raises(UnsupportedError, match=next(iter(keywords))):
+            attention.paged_attention(torch.nn.Identity(), query, query, query, None, **keywords)
+    with attention.running(probe), pytest.raises(UnsupportedError, match="mask"):
+        attention.paged_attention(torch.nn.Identity(), query, query, query, torch.zeros(1))
     with pytest.raises(UnsupportedError, match="inside the engine"):
         attention.paged_attention(torch.nn.Identity(), query, query, query, None)
 

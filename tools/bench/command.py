@@ -1,4 +1,4 @@
-"""The command line of `specwire bench serve`."""
+"""The command lines of `specwire bench serve` and `specwire bench spec-bench`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,31 @@ Figures and flags have the names that vLLM's serving benchmark gives them; times
 Exit status: 0 all requests completed, 1 some failed, 130 interrupted (prints the results so far).
 """
 
+_NOT_OF_SPEC_BENCH = (
+    *("draft", "max_depth", "cache_salt", "num_beams", "length_penalty", "early_stopping"),
+    "num_return_sequences",
+)
+"""What its methods are, and what has no passes of its own."""
+
 
 def add_command(commands: Any) -> None:
-    """Add `bench` with its subcommand `serve` to the parser's commands."""
-    bench = commands.add_parser("bench", help="measure a running server under load")
+    """Add `bench` with its subcommands to the parser's commands."""
+    bench = commands.add_parser("bench", help="measure a running server")
     subcommands = bench.add_subparsers(metavar="WHAT", required=True)
     usage = "%(prog)s [FLAG ...]"
     serve = parser.add_command(subcommands, "serve", _ABOUT, ClientConfig, run, usage=usage, epilog=_EXAMPLES)
     flags.add(serve)
     add_sampling_flags(serve, omit=("seed",), max_tokens=128)
+    about = "ask a running server Spec-Bench's questions with each kind of draft, one at a time"
+    asked = parser.add_command(subcommands, "spec-bench", about, ClientConfig, _ask, usage=usage)
+    flags.add_spec_bench(asked)
+    add_sampling_flags(asked, omit=_NOT_OF_SPEC_BENCH, max_tokens=1024, temperature=0)
+
+
+def _ask(config: ClientConfig, args: argparse.Namespace) -> int:
+    from tools.bench import spec_bench
+
+    return spec_bench.run(config, args)
 
 
 def run(config: ClientConfig, args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The flags of `specwire bench serve`, with those of vLLM's serving benchmark beside them."""
+"""The flags of `specwire bench serve`, with vLLM's names for them beside ours, and of `spec-bench`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def add(serve: argparse.ArgumentParser) -> None:
     _add_load(serve)
     _add_dataset(serve)
     _add_output(serve)
+
+
+def add_spec_bench(asked: argparse.ArgumentParser) -> None:
+    """Add those of `specwire bench spec-bench`, likewise."""
+    group = asked.add_argument_group("questions")
+    about = "JSON lines with question_id, category and turns"
+    group.add_argument("--questions", type=Path, required=True, metavar="FILE", help=about)
+    about = "where METHOD.jsonl and spec-bench.md are written (default spec-bench)"
+    group.add_argument("--output", type=Path, default=Path("spec-bench"), metavar="DIR", help=about)
+    about = "plain, auto, model, tree, ... (default: plain and all that the server has)"
+    group.add_argument("--methods", nargs="+", default=[], metavar="NAME", help=about)
 
 
 def _add_server(serve: argparse.ArgumentParser) -> None:

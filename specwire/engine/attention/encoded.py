@@ -23,7 +23,7 @@ from specwire.errors import ModelLoadError, UnsupportedError
 
 
 class EncoderPass:
-    """The argument `packed=` of an encoder that reads one input: every token sees all others."""
+    """What attends in an encoder that reads one input: every token sees all others."""
 
     takes_bias: ClassVar = True
 

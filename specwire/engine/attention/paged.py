@@ -1,9 +1,9 @@
 """Paged attention for any transformers model, through the public `AttentionInterface`.
 
 A step of the engine is one packed row: the new tokens of all sequences, one after another, without
-padding. `model.forward(..., packed=batch)` carries a `PackedBatch` to `paged_attention`, which every
-attention layer calls in place of its own function. There the new keys and values are written into
-the layer's pages, and each sequence attends to its own pages only.
+padding. `running(batch)` tells `paged_attention`, which every attention layer calls in place of its own
+function, of the `PackedBatch`. There the new keys and values are written into the layer's pages, and each
+sequence attends to its own pages only.
 
     packed row     | a a a a | b | c c |            queries of three sequences
     layer's slots  [ b b b . | a a a a a a . . | c c c c ]
@@ -14,7 +14,9 @@ operations over gathered pages (`dense.py`), which a step with a tree always tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -41,7 +43,7 @@ _HARMLESS_KEYWORDS = frozenset(
 
 
 class Attend(Protocol):
-    """The argument `packed=` of a model: called by each attention layer once, in the model's order."""
+    """What attends in a pass of a model: called by each attention layer once, in the model's order."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -141,6 +143,19 @@ class PackedBatch:
         return to_device(numbers, self.slots.device)
 
 
+_running: ContextVar[Attend | None] = ContextVar("running", default=None)
+
+
+@contextlib.contextmanager
+def running(packed: Attend) -> Iterator[None]:
+    """Passes in this thread attend with it. A keyword would not do: layers of some families pass none on."""
+    token = _running.set(packed)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,
@@ -148,7 +163,6 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: Attend | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -164,6 +178,7 @@ def paged_attention(
         UnsupportedError: an argument that would change the result and is not implemented (a position bias but
             for an encoder-decoder's, dropout, a mask of the model's own, attention that is not causal).
     """
+    packed = _running.get()
     if packed is None:
         raise UnsupportedError("packed", None, f"{ATTENTION_NAME} attention runs inside the engine only")
     if attention_mask is not None or dropout or is_causal is False or keywords:
@@ -173,7 +188,7 @@ def paged_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, position_bias)
-    return packed.attend(module, query, key, value, scoring), None
+    return packed.attend(module, query, key, value, scoring).contiguous(), None  # some layers view it
 
 
 def _refuse_unknown(

@@ -179,8 +179,11 @@ def _results(model: Any, modules: Mapping[Block, nn.Module]) -> dict[Block, int]
 
 @torch.inference_mode()
 def _run_one_token(model: Any, probe: Probe) -> None:
+    from specwire.engine.attention.paged import running  # not above: emulated devices need no transformers
+
     row = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    model(input_ids=row, position_ids=row, use_cache=False, packed=probe)
+    with running(probe):
+        model(input_ids=row, position_ids=row, use_cache=False)
 
 
 def _num_bytes(module: nn.Module) -> int:

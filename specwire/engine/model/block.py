@@ -229,9 +229,10 @@ class BlockRunner(ModelRunner):
         """
         num_missing = context.shape[1] + embedded.shape[1] - len(positions)
         positions = torch.cat([positions, positions[:num_missing]])
-        states: Tensor = self._drafter(
-            noise_embeds=embedded, context_hidden_states=context, position_ids=positions[None], packed=packed
-        ).last_hidden_state
+        with attention.running(packed):
+            states: Tensor = self._drafter(
+                noise_embeds=embedded, context_hidden_states=context, position_ids=positions[None]
+            ).last_hidden_state
         return states
 
     def block(self, token_ids: Sequence[int]) -> list[int]:

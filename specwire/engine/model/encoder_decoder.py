@@ -185,7 +185,8 @@ class _Halves:
 
     def _encode(self, token_ids: IntArray) -> Tensor:
         ids = to_device(token_ids, self._model.device)[None]
-        states: Tensor = self._encoder(input_ids=ids, packed=EncoderPass()).last_hidden_state
+        with attention.running(EncoderPass()):
+            states: Tensor = self._encoder(input_ids=ids).last_hidden_state
         return states
 
     def logits(
@@ -200,13 +201,12 @@ class _Halves:
         Returns:
             [num_tokens, vocab_size] in the model's dtype.
         """
-        with self._numbered(positions):
+        with self._numbered(positions), attention.running(packed):
             output = self._model(
                 encoder_outputs=(states,),
                 decoder_input_ids=token_ids[None],
                 past_key_values=_Known(token_ids.new_empty(1, 1, 0, 1)) if not states.shape[1] else None,
                 use_cache=False,
-                packed=packed,
             )
         logits: Tensor = output.logits[0]
         return logits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +199,19 @@ def load_weights(source: str, dtype: str, *, kind: Any = AutoModelForCausalLM, *
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ModelLoadError(f"dtype {dtype!r} is not one of torch's")
     attention.register()
-    model, info = kind.from_pretrained(
-        source,
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-        attn_implementation=attention.ATTENTION_NAME,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below; none is accepted
-        **keywords,
-    )
+    try:
+        model, info = kind.from_pretrained(
+            source,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=attention.ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below; none is accepted
+            **keywords,
+        )
+    except KeyError as error:
+        if error.args != (attention.ATTENTION_NAME,):
+            raise
+        raise ModelLoadError("some layer has attention of its own, whatever the interface says") from None
     for name in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
         if problem := info.get(name):
             first = ", ".join(str(key) for key in list(problem)[:3])
@@ -228,11 +233,31 @@ def self_check(model: Any) -> None:
     reference = _own_logits(model, tokens).repeat(2, 1)
     for size, replay in _check_modes(model):
         runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
-        check_logits(model, _packed_logits(runner, tokens), reference)
+        logits = _packed_logits(runner, tokens)
+        check_logits(model, logits, reference, cause=lambda: _cause(model, tokens))
 
 
-def check_logits(model: Any, logits: Tensor, reference: Tensor) -> None:
+def _cause(model: Any, tokens: list[int]) -> str:
+    """What is known to make logits differ."""
+    order = torch.arange(len(tokens))
+    own, numbered, reversed_ = (
+        _own_logits(model, tokens, **keywords)
+        for keywords in ({}, {"position_ids": order[None]}, {"position_ids": order.flip(0)[None]})
+    )
+    if relative_error(numbered, own) > _TOLERANCE[torch.float32]:
+        return "; the model numbers positions in a way of its own, not from 0"
+    if torch.equal(numbered, reversed_):
+        return "; the model takes no position_ids, and counts the row's tokens instead"
+    return ""
+
+
+def check_logits(
+    model: Any, logits: Tensor, reference: Tensor, cause: Callable[[], str] = lambda: ""
+) -> None:
     """Compare the engine's logits with the model's own.
+
+    Args:
+        cause: what the error says further.
 
     Raises:
         ModelLoadError: they differ.
@@ -242,7 +267,7 @@ def check_logits(model: Any, logits: Tensor, reference: Tensor) -> None:
     if not error <= tolerance:  # also if it is NaN
         raise ModelLoadError(
             f"self-check failed: logits through the engine differ from the model's own by {error:.2g} "
-            f"of their spread ({tolerance:g} allowed in {model.dtype})"
+            f"of their spread ({tolerance:g} allowed in {model.dtype}){cause()}"
         )
 
 
@@ -277,12 +302,12 @@ def _packed_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def _own_logits(model: Any, tokens: list[int]) -> Tensor:
+def _own_logits(model: Any, tokens: list[int], **keywords: Any) -> Tensor:
     """The model's own eager forward without any cache, float32 [num_tokens, vocab_size]."""
     model.set_attn_implementation("eager")
     try:
         ids = torch.tensor([tokens], device=model.device)
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+        logits: Tensor = model(input_ids=ids, use_cache=False, **keywords).logits[0].float()
     finally:
         model.set_attn_implementation(attention.ATTENTION_NAME)
     return logits

@@ -229,9 +229,10 @@ class MtpRunner(ModelRunner):
         self, number: int, states: Tensor, token_ids: Tensor, positions: Tensor, packed: attention.Attend
     ) -> Tensor:
         """One layer over a packed row: states and the result [num_tokens, state_size]."""
-        after: Tensor = self._mtp.forward_layer(
-            number, states[None], positions[None], None, input_ids=token_ids[None], packed=packed
-        )
+        with attention.running(packed):
+            after: Tensor = self._mtp.forward_layer(
+                number, states[None], positions[None], None, input_ids=token_ids[None]
+            )
         return after[0]
 
     def _known(self, number: int) -> LayerCache:

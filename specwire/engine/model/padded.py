@@ -223,7 +223,7 @@ class StepInputs:
 
 @dataclass
 class TabledBatch:
-    """The argument `packed=` of a padded step: everything about the sequences is on the device.
+    """What attends in a padded step: everything about the sequences is on the device.
 
     Attributes:
         inputs: the step's inputs.

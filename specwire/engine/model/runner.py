@@ -262,9 +262,7 @@ class ModelRunner:
         try:
             logits = self._call_model(row, row, probe, row)
         except (UnsupportedError, ModelLoadError) as error:
-            is_lost = isinstance(error, UnsupportedError) and error.field == "packed"
-            problem = "its layers pass no keywords on to the attention function" if is_lost else error
-            raise ModelLoadError(f"the model cannot be served: {problem}") from error
+            raise ModelLoadError(f"the model cannot be served: {error}") from error
         self.vocab_size = int(logits.shape[-1])
         probe.check(self.model.config)
         state: recurrent.State = {}
@@ -487,16 +485,12 @@ class ModelRunner:
             [number of rows, vocab_size] in the model's dtype.
         """
         keywords: dict[str, Any] = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
-        recurrence = getattr(packed, "recurrence", None)
-        states = {} if recurrence is None else {recurrent.cache_name(self.model.forward): recurrence}
-        output = self.model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            packed=packed,
-            **keywords,
-            **states,
-        )
+        if (recurrence := getattr(packed, "recurrence", None)) is not None:
+            keywords[recurrent.cache_name(self.model.forward)] = recurrence
+        with attention.running(packed):
+            output = self.model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **keywords
+            )
         logits: Tensor = output.logits[0]
         if self._states is not None:
             logits = self._states.beside(logits)

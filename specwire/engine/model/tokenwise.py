@@ -21,7 +21,7 @@ from specwire.engine.cache.layer_cache import LayerCache, Scoring
 
 @dataclass
 class TokenwiseBatch:
-    """The argument `packed=` of such a pass: a row of fixed length; the segments are its first tokens.
+    """What attends in such a pass: a row of fixed length; the segments are its first tokens.
 
     Attributes:
         slots: int64 [num_tokens], where the row's keys and values are written; padding tokens share a slot
