@@ -227,6 +227,18 @@ def pools(manifests: Manifests) -> Iterator[str]:
                     yield f"InferencePool {name}: {pod.owner} has no port {number}"
 
 
+def routes(manifests: Manifests) -> Iterator[str]:
+    """A gateway's routes lead to Services' ports, by services that there are."""
+    for item in (*manifests.of("GRPCRoute").values(), *manifests.of("HTTPRoute").values()):
+        for rule in item["spec"]["rules"]:
+            for match in rule.get("matches", ()):
+                if match["method"]["service"] not in {*HEALTH_SERVICES.values(), "grpc.health.v1.Health"}:
+                    yield f"{_name(item)}: there is no {match['method']['service']}"
+            for backend in rule["backendRefs"]:
+                if manifests.service_of(f"{backend['name']}:{backend['port']}") is None:
+                    yield f"{_name(item)}: {backend['name']}:{backend['port']} is no Service's port"
+
+
 def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
@@ -531,6 +543,7 @@ RULES: tuple[Rule, ...] = (
     variables,
     ports,
     pools,
+    routes,
     probes,
     reachability,
     encryption,
