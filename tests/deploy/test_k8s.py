@@ -108,6 +108,14 @@ def test_a_second_set_with_another_model_as_the_page_shows(tmp_path: Path) -> No
     assert {"name": "REPOSITORY", "value": "Qwen/Qwen3-14B"} in fetched["env"]
 
 
+def test_the_volume_can_be_filled(tmp_path: Path) -> None:
+    manifests = Manifests(composed(tmp_path, "gpu", ["../parts/loader"]))
+    assert problems(manifests) == []
+    (loader,) = (pod for pod in manifests.pods if pod.owner == "Job loader")
+    volume = loader.mount_of("/models/target")
+    assert volume == {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
+
+
 @pytest.mark.parametrize("pair", [*itertools.combinations(COMPONENTS, 2)], ids="+".join)
 def test_components_fit_each_other(pair: tuple[str, str], tmp_path: Path) -> None:
     assert problems(Manifests(composed(tmp_path, "local", pair))) == []
