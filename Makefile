@@ -116,7 +116,7 @@ sbom: setup build/tools/installed
 	@echo "build/sbom.cdx.json"
 
 # The image, as root with buildah: 2 GB with torch's CPU build. Without a registry debootstrap makes its base; without
-# that build's index it takes PyPI's, 6 GB. Not in CI, for what it fetches.
+# that build's index it takes PyPI's: 6 GB, and 20 GB of disk meanwhile. Not in CI, for what it fetches.
 image:
 	tests/containers/image.sh specwire:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 

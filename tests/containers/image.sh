@@ -1,7 +1,7 @@
 #!/bin/sh
 # image.sh NAME:TAG: builds the Dockerfile with buildah, as root.
 # Where no registry has the base, debootstrap makes it of Debian's packages, under the base's name. Where no index has
-# torch's CPU build, the image takes PyPI's: 3 GB to fetch, 12 GB of disk while it is built.
+# torch's CPU build, the image takes PyPI's: 3 GB to fetch, 20 GB of disk while it is built.
 set -eu
 cd "$(dirname "$0")/../.."
 base=$(sed -n 's/^ARG BASE=//p' Dockerfile)
