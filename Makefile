@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/specwire/v1/*.proto)
 CODE := specwire draft_service verify_service coordinator tools tests benchmarks
 
-.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom images format lint types proto proto-check unit slow test-hosts test-cluster test-vllm suites peers train clean
+.PHONY: demo test test-all coverage chaos bench pictures system setup lock sbom image images format lint types proto proto-check unit slow test-hosts test-containers test-cluster test-vllm suites peers train clean
 
 demo: $(VENV)/demo
 	@$(BIN)/specwire demo
@@ -114,6 +114,11 @@ sbom: setup build/tools/installed
 		-o build/sbom.cdx.json $(BIN)/python
 	@echo "build/sbom.cdx.json"
 
+# The image, as root with buildah: 2 GB with torch's CPU build. Without a registry debootstrap makes its base; without
+# that build's index it takes PyPI's: 6 GB, and 20 GB of disk meanwhile. Not in CI, for what it fetches.
+image:
+	tests/containers/image.sh specwire:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
 # Writes the digests of the images that the Dockerfile and the manifests name. Needs skopeo and their registries.
 images:
 	k8s/digests.sh
@@ -176,6 +181,12 @@ slow: setup suites
 test-hosts: export OMP_NUM_THREADS = 1
 test-hosts: setup
 	$(PYTEST) -rA tests/hosts
+
+# The image that `make image` built, by podman without Kubernetes: 2 minutes. Needs root, podman with netavark,
+# aardvark-dns and catatonit; `make test-all` skips it where there is none.
+test-containers: export OMP_NUM_THREADS = 1
+test-containers: setup
+	$(PYTEST) -rA tests/containers
 
 # On the cluster that KUBECONFIG points at, with our image under the name in CLUSTER_IMAGE: 20 minutes on two cores.
 test-cluster: setup

@@ -82,6 +82,40 @@ def test_components_fit_every_overlay(tmp_path: Path) -> None:
     assert problems(Manifests(composed(tmp_path, "gpu", components))) == []
 
 
+def test_a_second_set_with_another_model_as_the_page_shows(tmp_path: Path) -> None:
+    """All of it is in a namespace of its own, and the route stays where it is."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    shutil.copytree(ROOT / "docs/grafana", tmp_path / "docs/grafana")
+    overlays = tmp_path / "k8s/overlays"
+    with (overlays / "mine/kustomization.yaml").open("a") as mine:
+        mine.write("components: [../../components/http, ../../parts/gateway]\n")
+    (overlays / "next").mkdir()
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    for name, text in re.findall(r"```yaml\n# overlays/(next/[\w.]+)(.*?)```", page, re.DOTALL):
+        (overlays / name).write_text(f"#{text}")
+    manifests = Manifests(render(overlays / "next"))
+    assert [*manifests.of("Namespace")] == ["specwire-next"]
+    spaces = {item["metadata"].get("namespace", "specwire-next") for item in manifests.objects}
+    assert spaces == {"specwire-next"}
+    assert not manifests.of("HTTPRoute")
+    asked = {
+        each["metadata"]["serverAddress"]
+        for item in manifests.of("ScaledObject").values()
+        for each in item["spec"]["triggers"]
+    }
+    assert asked == {"http://prometheus.specwire-next:9090"}
+    (fetched,) = manifests.of("Deployment")["verify"]["spec"]["template"]["spec"]["initContainers"]
+    assert {"name": "REPOSITORY", "value": "Qwen/Qwen3-14B"} in fetched["env"]
+
+
+def test_the_volume_can_be_filled(tmp_path: Path) -> None:
+    manifests = Manifests(composed(tmp_path, "gpu", ["../parts/loader"]))
+    assert problems(manifests) == []
+    (loader,) = (pod for pod in manifests.pods if pod.owner == "Job loader")
+    volume = loader.mount_of("/models/target")
+    assert volume == {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
+
+
 @pytest.mark.parametrize("pair", [*itertools.combinations(COMPONENTS, 2)], ids="+".join)
 def test_components_fit_each_other(pair: tuple[str, str], tmp_path: Path) -> None:
     assert problems(Manifests(composed(tmp_path, "local", pair))) == []
@@ -293,6 +327,15 @@ DEFECTS: dict[str, list[tuple[Any, ...]]] = {
     "inference-pool": [
         ("InferencePool specwire: spec.targetPorts.0.number", 8000, "Deployment http has no port 8000"),
         ("http: SPECWIRE_METRICS_FROM", "coordinator:9465", "coordinator:9465 is no Service's port"),
+    ],
+    "gateway": [
+        ("GRPCRoute coordinator: spec.rules.0.backendRefs.0.port", 7071, "7071 is no Service's port"),
+        ("HTTPRoute http: spec.rules.0.timeout", {}, "'timeout' was unexpected"),
+        (
+            "GRPCRoute coordinator: spec.rules.0.matches.0.method.service",
+            "specwire.v1.Generation",
+            "there is no specwire.v1.Generation",
+        ),
     ],
     "secure": [
         (probe_with_a_misspelt_flag, "unrecognized arguments: --servername"),

@@ -24,7 +24,7 @@ SERVICES = ("draft", "verify", "coordinator")
 READY_S = 240.0
 _LOAD = (Path(__file__).parent / "cluster_load.py").read_text()
 # Many small processes: the kernel kills the one with the largest sum of its memory and its score.
-_OOM = """
+OOM = """
 import os, time
 open("/proc/1/oom_score_adj", "w").write("1000")
 while True:
@@ -129,7 +129,7 @@ class Cluster:
         pod = self.pods(component)[0]
         name = pod["metadata"]["name"]
         (before,) = (each["restartCount"] for each in pod["status"]["containerStatuses"])
-        command = [kubectl(), "-n", NAMESPACE, "exec", name, "--", "python", "-c", _OOM]
+        command = [kubectl(), "-n", NAMESPACE, "exec", name, "--", "python", "-c", OOM]
         subprocess.run(command, capture_output=True, timeout=60, check=False)
         ends_s = time.monotonic() + READY_S
         while True:

@@ -1,8 +1,8 @@
 """Runs in a pod or on a machine: seeded streams until standard input ends, each compared with the first one.
 
 Arguments: sdk, once or openai, address, number of streams, tokens of each, and prompts, if not these. LOAD_CA
-and LOAD_TOKEN_FILE name a client's files. Prints `begun`, for each line of input how many texts are done, and
-at the end its figures as JSON.
+and LOAD_TOKEN_FILE name a client's files, LOAD_SERVER_NAME what the certificate has. Prints `begun`, for each
+line of input how many texts are done, and at the end its figures as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Sdk:
         options: dict[str, Any] = {"timeout_s": TIMEOUT_S}
         if authority := os.environ.get("LOAD_CA"):
             token = Path(os.environ["LOAD_TOKEN_FILE"]).read_text().strip()
-            options |= {"tls": TLS(ca=authority), "token": token}
+            name = os.environ.get("LOAD_SERVER_NAME", "")
+            options |= {"tls": TLS(ca=authority, server_name=name), "token": token}
         self.client: Any = AsyncClient(address, retry=retry, **options)
 
     async def parts(self, prompt: str, num_tokens: int) -> AsyncIterator[list[Any]]:

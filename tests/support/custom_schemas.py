@@ -1,7 +1,8 @@
 """What objects of other projects' kinds may say, as far as ours do: unknown fields are refused.
 
 Written from the facts of their CustomResourceDefinitions, which no package ships: KubeRay's RayCluster (1.3),
-LeaderWorkerSet (0.7), KEDA's ScaledObject (2.17), InferencePool of the Gateway API Inference Extension (1.0).
+LeaderWorkerSet (0.7), KEDA's ScaledObject (2.17), InferencePool of the Gateway API Inference Extension (1.0),
+routes of the Gateway API (1.6).
 Pod templates are those of Kubernetes, and are validated as such (`manifest_rules.schema`).
 """
 
@@ -123,7 +124,36 @@ _INFERENCE_POOL = _object(
         ),
     ),
 )
+
+
+def _route(kind: str, **rule: Any) -> dict[str, Any]:
+    """With the fields of a rule that only this kind has."""
+    name = {"name": {"type": "string"}}
+    backend = _closed(
+        ["name", "port"],
+        **name,
+        namespace={"type": "string"},
+        weight=_COUNT,
+        port=_PORT["properties"]["number"],
+    )
+    backends = {"type": "array", "items": backend, "maxItems": 16}
+    parents = _closed(["name"], **name, namespace={"type": "string"}, sectionName={"type": "string"})
+    rules = {"type": "array", "items": _closed([], backendRefs=backends, **rule), "maxItems": 16}
+    hosts = {"type": "array", "items": {"type": "string"}, "maxItems": 16}
+    parents = {"type": "array", "items": parents, "maxItems": 32}
+    spec = _closed([], parentRefs=parents, hostnames=hosts, rules=rules)
+    return _object("gateway.networking.k8s.io/v1", kind, spec=spec)
+
+
+_METHOD = _closed(
+    [], type={"enum": ["Exact", "RegularExpression"]}, service={"type": "string"}, method={"type": "string"}
+)
+_MATCHES = {"type": "array", "items": _closed([], method=_METHOD), "maxItems": 64}
+_DURATION = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+_TIMEOUTS = _closed([], request=_DURATION, backendRequest=_DURATION)
 CUSTOM = {
+    "GRPCRoute": _route("GRPCRoute", matches=_MATCHES),
+    "HTTPRoute": _route("HTTPRoute", timeouts=_TIMEOUTS),
     "RayCluster": _RAY_CLUSTER,
     "LeaderWorkerSet": _LEADER_WORKER_SET,
     "ScaledObject": _SCALED_OBJECT,

@@ -54,7 +54,7 @@ METRICS: dict[str, Sequence[Metric[Any]]] = {
 ADDRESSES = ("verify_address", "draft_address", "ray_address", "server")
 """Fields with the address of a peer."""
 OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR"}
-OTHERS_VARIABLES |= {"RAY_USAGE_STATS_ENABLED", "RAY_NUM_GPUS"}
+OTHERS_VARIABLES |= {"RAY_USAGE_STATS_ENABLED", "RAY_NUM_GPUS", "TARGET", "DRAFT", "HF_TOKEN"}
 """Of Python's libraries and of scripts; the rest is ours, or OpenTelemetry's, as
 specwire/telemetry/tracing.py reads it."""
 NOT_OURS = {"specwire-client", "specwire-observer"}
@@ -225,6 +225,18 @@ def pools(manifests: Manifests) -> Iterator[str]:
             for pod in manifests.selected(pool["spec"]["selector"]):
                 if number not in pod.ports.values():
                     yield f"InferencePool {name}: {pod.owner} has no port {number}"
+
+
+def routes(manifests: Manifests) -> Iterator[str]:
+    """A gateway's routes lead to Services' ports, by services that there are."""
+    for item in (*manifests.of("GRPCRoute").values(), *manifests.of("HTTPRoute").values()):
+        for rule in item["spec"]["rules"]:
+            for match in rule.get("matches", ()):
+                if match["method"]["service"] not in {*HEALTH_SERVICES.values(), "grpc.health.v1.Health"}:
+                    yield f"{_name(item)}: there is no {match['method']['service']}"
+            for backend in rule["backendRefs"]:
+                if manifests.service_of(f"{backend['name']}:{backend['port']}") is None:
+                    yield f"{_name(item)}: {backend['name']}:{backend['port']} is no Service's port"
 
 
 def _port_of(address: str) -> int:
@@ -531,6 +543,7 @@ RULES: tuple[Rule, ...] = (
     variables,
     ports,
     pools,
+    routes,
     probes,
     reachability,
     encryption,

@@ -121,10 +121,11 @@ class Manifests:
         ]
 
     def _deployed(self) -> Iterator[Pod]:
-        for name, item in self.of("Deployment").items():
-            spec = item["spec"]
-            labels = spec["template"]["metadata"]["labels"]
-            yield Pod(f"Deployment {name}", spec.get("replicas", 1), labels, spec["template"]["spec"])
+        for kind in ("Deployment", "Job"):
+            for name, item in self.of(kind).items():
+                spec = item["spec"]
+                labels = spec["template"]["metadata"]["labels"]
+                yield Pod(f"{kind} {name}", spec.get("replicas", 1), labels, spec["template"]["spec"])
 
     def _led(self) -> Iterator[Pod]:
         for name, item in self.of("LeaderWorkerSet").items():
