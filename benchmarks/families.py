@@ -74,6 +74,7 @@ _ROPE = {
 }
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+_ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _KIMI = {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 8}
 _OWN: dict[str, dict[str, Any]] = {
@@ -102,7 +103,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 32]},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Fields that are more than smaller, by model type."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.errors import ModelLoadError
 
 _UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 _CACHE_NAMES = ("cache_params", "past_key_values")
@@ -46,6 +47,9 @@ def wrap(model: Any) -> int:
 
     Returns:
         How many there are: modules whose code updates the states of a transformers cache.
+
+    Raises:
+        ModelLoadError: one takes or returns something else than a layer's states.
     """
     found = [module for module in model.modules() if _is_recurrent(type(module))]
     if not found:
@@ -54,7 +58,11 @@ def wrap(model: Any) -> int:
     hidden = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
     for module in found:
         if "forward" not in module.__dict__:
-            by_token = _drops_state(module.forward, module.layer_idx, hidden)
+            try:
+                by_token = _drops_state(module.forward, module.layer_idx, hidden)
+            except Exception as error:  # whatever the family's code raises
+                what = f"{type(module).__name__} keeps a state, and is not called as recurrent layers are"
+                raise ModelLoadError(what) from error
             module.forward = partial(_forward, module.forward, module.layer_idx, by_token)
     return len(found)
 
