@@ -36,7 +36,7 @@ class BlockDrafts(PagedDrafts):
     def __init__(self, runner: BlockRunner, *, may_be_tree: bool) -> None:
         super().__init__(may_be_tree=may_be_tree)
         self._runner = runner
-        self._states: Tensor  # of the step's blocks, [num_sequences, block_size, state_size]
+        self._states: Tensor  # of the step's blocks, [num_sequences, num_drafts, state_size]
         self._places: dict[Growing, int] = {}
 
     @classmethod
@@ -49,7 +49,7 @@ class BlockDrafts(PagedDrafts):
         self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
     ) -> Growing | None:
         """See `GrownDrafts`; no path is longer than a block."""
-        most, wanted = self._runner.block_size - 1, drafting.wanted
+        most, wanted = self._runner.num_drafts, drafting.wanted
         if wanted.max_depth:
             drafting.wanted = replace(wanted, max_depth=min(wanted.max_depth, most))
         else:
@@ -59,7 +59,7 @@ class BlockDrafts(PagedDrafts):
     def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing near the end of the context."""
         longest = self._runner.context_len
-        room = self._runner.block_size - 1
+        room = self._runner.num_drafts
         super().grow([each for each in growing if longest is None or len(each.committed) + room <= longest])
 
     def logits_after(self, nodes: Sequence[Node]) -> Tensor:
@@ -68,5 +68,5 @@ class BlockDrafts(PagedDrafts):
             caches = [node.of.sequence.cache for node in nodes]
             self._states = self._runner.draft(caches, [node.token_id for node in nodes])
             self._places = {of: place for place, (of, _) in enumerate(nodes)}
-        found = [self._states[self._places[node.of], node.depth + 1] for node in nodes]
+        found = [self._states[self._places[node.of], node.depth] for node in nodes]
         return self._runner.logits(torch.stack(found))

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -340,12 +341,14 @@ def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path)
             assert coordinator.fixed_max_depth == given.get("max_depth")
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "z-lab"])
-def test_published_drafters_are_recognised(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [*product(["eagle3"], LAYOUTS), ("dflash", "z-lab"), ("dflash", "speculators")],
+)
+def test_published_drafters_are_recognised(source: str, layout: str, tmp_path: Path) -> None:
     """By their config; they are no draft model anywhere."""
-    source = "dflash" if layout == "z-lab" else "eagle3"
-    made = tmp_path / "drafter"
-    saved = str(save_published(made) if source == "dflash" else save_eagle3(made, layout))
+    save_drafter = save_published if source == "dflash" else save_eagle3
+    saved = str(save_drafter(tmp_path / "drafter", layout))
     config = UpConfig(draft=saved)
     assert (config.draft_model, config.own) == ("none", (source, saved))
     own = CoordinatorConfig(speculative_config=config.coordinator_speculation).own_draft
