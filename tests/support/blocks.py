@@ -259,7 +259,7 @@ def save_markov_pair(
 def drafted(runner: BlockRunner, cache: Any, token_id: int, num: int) -> list[int]:
     """Greedy drafts after a token that follows the cache, which keeps its length."""
     length = cache.length
-    states = runner.draft([cache], [token_id])
+    states = runner.block_states([cache], [token_id])
     cache.truncate(length)
     found: list[int] = runner.logits(states[0]).argmax(dim=-1).tolist()
     return found[:num]

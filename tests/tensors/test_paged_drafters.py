@@ -153,7 +153,7 @@ def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
         runner.forward([Feed(pieces, tokens[12:]), Feed(other, [4])])
         assert drafted(pieces) == expected
         if isinstance(runner, BlockRunner):
-            states = runner.draft([other, pieces], [9, 3])
+            states = runner.block_states([other, pieces], [9, 3])
             assert runner.logits(states[1]).argmax(dim=-1).tolist() == expected
     runner.pool.check_integrity()
 
@@ -189,7 +189,7 @@ def test_the_end_of_the_context(drafter: Drafter) -> None:
     with drafter.runner.new_sequence() as cache:
         drafter.runner.forward([Feed(cache, [1] * length)])
         with pytest.raises(ContextLengthError):
-            drafter.runner.draft([cache], [1])
+            drafter.runner.block_states([cache], [1])
         assert cache.length == length
 
 
@@ -251,7 +251,7 @@ def test_a_published_block_drafter_computes_what_a_straight_implementation_does(
     with runner.new_sequence() as cache:
         runner.forward([Feed(cache, PROMPT[:3])])
         runner.forward([Feed(cache, PROMPT[3:-1])])
-        found = runner.logits(runner.draft([cache], PROMPT[-1:])[0])
+        found = runner.logits(runner.block_states([cache], PROMPT[-1:])[0])
     tensors = blocks.published_tensors(target_ids=() if layout == "z-lab" else ids)
     expected = blocks.straight_logits(target, tensors, PROMPT, 7)[0 if given else 1 :]
     torch.testing.assert_close(found[:, ids], expected, atol=1e-4, rtol=0)

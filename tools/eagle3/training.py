@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specwire.engine.heads.files import replace_file
+from specwire.engine.model.drafter import bare_rows
 from specwire.engine.model.eagle3 import Eagle3, read_settings
 from specwire.support import IntArray
 from tools.eagle3.config import TrainEagle3Config
@@ -96,7 +97,7 @@ def _new(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:
     torch.manual_seed(0)
     settings = read_settings(made, model.config.get_text_config(decoder=True))
     drafter = Eagle3(settings, has_embedding=False)
-    drafter.target_ids, drafter.embedding = target_ids, model.get_input_embeddings().weight.detach()
+    drafter.target_ids, drafter.embedding = target_ids, bare_rows(model.get_input_embeddings())
     with torch.no_grad():
         drafter.lm_head.weight.copy_(model.get_output_embeddings().weight[target_ids])
     return drafter

@@ -33,12 +33,14 @@ from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Feed, Segment
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.noting import NotingRunner, read_tensors, target_ids
+from specwire.engine.model.drafter import NotingRunner, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
+from specwire.support import IntArray
 
 _CHECK_TOKENS = 10
 _NEEDS = ("block_size", "mask_token_id", "target_layer_ids")
@@ -74,11 +76,6 @@ class BlockDrafter(NamedTuple):
     output: Any
     target_ids: Tensor | None = None
     first: int = 1
-
-    @property
-    def num_drafts(self) -> int:
-        """Draft tokens of a block."""
-        return int(self.layers.config.block_size) - self.first
 
 
 def load(source: str | os.PathLike[str], model: Any) -> BlockDrafter:
@@ -224,7 +221,7 @@ def self_check(model: Any, drafter: BlockDrafter) -> None:
         runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
         cache.truncate(first)
         runner.forward([Feed(cache, tokens[first:-1])])
-        found = runner.logits(runner.draft([cache], tokens[-1:])[0])
+        found = runner.logits(runner.block_states([cache], tokens[-1:])[0])
     runner.close()
     columns = slice(None) if drafter.target_ids is None else drafter.target_ids  # the others have no logits
     expected = _reference(model, drafter, runner, tokens)
@@ -263,7 +260,6 @@ class BlockRunner(NotingRunner):
         drafter: of the model.
 
     Attributes:
-        num_drafts: draft tokens of a block.
         state_size: of a state.
     """
 
@@ -271,10 +267,15 @@ class BlockRunner(NotingRunner):
         self, model: Any, drafter: BlockDrafter, *, num_pages: int | Callable[[int], int], page_size: int = 16
     ) -> None:
         self._drafter, config = drafter, drafter.layers.config
-        self.num_drafts, self.state_size = drafter.num_drafts, config.hidden_size
-        self._block_size, self._mask = config.block_size, config.mask_token_id
+        self.state_size = config.hidden_size
+        self._masks = (config.mask_token_id,) * (config.block_size - 1)
+        self._drafted: Tensor  # of the latest blocks, [num_blocks, num_drafts, state_size]
+        self._blocks: IntArray = np.empty(0, np.int64)  # of each node since these
         read = [number + 1 for number in config.target_layer_ids]  # its ids name layers by what they give
         super().__init__(model, read, num_pages=num_pages, page_size=page_size)
+        num_drafted = self.vocab_size if drafter.target_ids is None else len(drafter.target_ids)
+        num_drafts = len(self._masks) + 1 - drafter.first
+        self.draft_shape = DraftShape(num_drafted, masks=self._masks, longest=num_drafts)
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
@@ -310,16 +311,27 @@ class BlockRunner(NotingRunner):
         return states
 
     def block(self, token_ids: Sequence[int]) -> list[int]:
-        """Each token and as many masks as there are draft tokens in a block."""
-        return [each for token_id in token_ids for each in (token_id, *[self._mask] * (self._block_size - 1))]
+        """Each token, and the masks of a block."""
+        return [each for token_id in token_ids for each in (token_id, *self._masks)]
 
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """[1, num_tokens, hidden_size], as the drafter reads tokens."""
         found: Tensor = self._drafter.embedding(to_device(np.array(token_ids, np.int64), self.device))[None]
         return found
 
+    def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
+        """See `ModelRunner`: all blocks in one pass, before the first candidates."""
+        if batch is not None:
+            self._drafted = self._run_blocks(batch, query.token_ids.tolist())
+            self._blocks = found = np.arange(len(query.rows))
+        else:
+            found = self._blocks[query.rows]
+            self._blocks = np.concatenate([self._blocks, found])
+        at = to_device(found, self.device), to_device(query.depths, self.device)
+        return self.logits(self._drafted[at])
+
     @torch.inference_mode()
-    def draft(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
+    def block_states(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
         """Append a block to each cache, without the target: keys and values of its layers are not there.
 
         Args:
@@ -335,13 +347,16 @@ class BlockRunner(NotingRunner):
         """
         feeds = [Feed(cache, self.block([last])) for cache, last in zip(caches, token_ids, strict=True)]
         with self._packer.packed(feeds) as batch:
-            self._copy(batch)
-            slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
-            packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
-            embedded = self.embedded(self.block(token_ids))
-            context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
-            states = self._run_drafter(embedded, context, positions, packed)
-        return states.view(len(caches), self._block_size, -1)[:, self._drafter.first :]
+            return self._run_blocks(batch, token_ids)
+
+    def _run_blocks(self, batch: Batch, token_ids: Sequence[int]) -> Tensor:
+        self._copy(batch)
+        slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
+        packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
+        embedded = self.embedded(self.block(token_ids))
+        context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
+        states = self._run_drafter(embedded, context, positions, packed)
+        return states.view(len(token_ids), len(self._masks) + 1, -1)[:, self._drafter.first :]
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

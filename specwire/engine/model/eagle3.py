@@ -33,9 +33,10 @@ from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Feed
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
+from specwire.engine.model.drafter import NodeStates, NotingRunner, bare_rows, read_tensors, target_ids
 from specwire.engine.model.mtp import MtpBatch, previous_slots, without_first
-from specwire.engine.model.noting import NotingRunner, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -199,11 +200,11 @@ class Eagle3(nn.Module):
 
     Attributes:
         target_ids: int64 [draft_vocab_size], of its own ids.
-        embedding: [vocab_size, size], its own or the target's.
+        embedding: from token ids to rows of its own embedding or the target's, which ranks may share.
     """
 
     target_ids: Tensor
-    embedding: Tensor
+    embedding: Callable[[Tensor], Tensor]
 
     def __init__(self, settings: Settings, *, has_embedding: bool) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ class Eagle3(nn.Module):
         return self.norm(found) if self.settings.norm_output else found
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        return nn.functional.embedding(token_ids, self.embedding)
+        return self.embedding(token_ids)
 
     def _rotary(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """A state and the token after it have the position of the state."""
@@ -284,7 +285,7 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
         sizes = settings.draft_vocab_size, settings.layer.vocab_size
         drafter.target_ids = target_ids(*sizes, offsets, num_embeddings(model)).to(model.device)
         shared = drafter.embed_tokens or model.get_input_embeddings()
-        drafter.embedding = shared.weight.detach()  # no parameter of its own
+        drafter.embedding = bare_rows(shared)  # no parameter of its own
         pack_linears(drafter)
         self_check(model, drafter)
     return drafter
@@ -383,15 +384,13 @@ class Eagle3Runner(NotingRunner):
 
     Args:
         drafter: of the model.
-
-    Attributes:
-        draft_vocab_size: tokens that are ever drafted.
     """
 
     def __init__(
         self, model: Any, drafter: Eagle3, *, num_pages: int | Callable[[int], int], page_size: int = 16
     ) -> None:
-        self._drafter, self.draft_vocab_size = drafter, drafter.settings.draft_vocab_size
+        self._drafter, self._nodes = drafter, NodeStates()
+        self.draft_shape = DraftShape(drafter.settings.draft_vocab_size)
         super().__init__(model, drafter.settings.layer_ids, num_pages=num_pages, page_size=page_size)
 
     def _reduced(self) -> Tensor:
@@ -426,6 +425,11 @@ class Eagle3Runner(NotingRunner):
         self._layers[self._drafter.layer.self_attn].write(slots, key, value)
         return logits
 
+    def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
+        """See `ModelRunner`."""
+        assert batch is not None
+        return self.logits(self._nodes.add(query, self._advance(batch, self._nodes.before(query))))
+
     @torch.inference_mode()
     def advance(self, feeds: Sequence[Feed], states: Tensor | None) -> Tensor:
         """Append tokens to caches, without the target: keys and values of its layers are not there.
@@ -443,16 +447,19 @@ class Eagle3Runner(NotingRunner):
                 they had before.
         """
         with self._packer.packed(feeds) as batch:
-            self._copy(batch)
-            slots, before, token_ids, positions = (
-                to_device(part, self.device)
-                for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
-            )
-            given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
-            _, segments = without_first(batch, 1)
-            packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
-            found: Tensor = self._drafter(given, token_ids, positions, packed)
-            return found
+            return self._advance(batch, states)
+
+    def _advance(self, batch: Batch, states: Tensor | None) -> Tensor:
+        self._copy(batch)
+        slots, before, token_ids, positions = (
+            to_device(part, self.device)
+            for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
+        )
+        given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
+        _, segments = without_first(batch, 1)
+        packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+        found: Tensor = self._drafter(given, token_ids, positions, packed)
+        return found
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

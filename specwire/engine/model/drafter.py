@@ -1,4 +1,4 @@
-"""What drafters have in common that read states of some of the target's layers, and their files."""
+"""What drafters of a target have in common: states of its layers, states of draft tokens, files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specwire.engine.device import DraftQuery
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
+from specwire.rule.transfer import to_device
+
+
+class NodeStates:
+    """The states after the nodes of proposals, as long as these grow: [num_nodes, state_size]."""
+
+    _states: Tensor
+
+    def before(self, query: DraftQuery) -> Tensor | None:
+        """Of each node's parent; None where proposals begin."""
+        return None if query.is_first else self._states[to_device(query.rows, self._states.device)]
+
+    def add(self, query: DraftQuery, found: Tensor) -> Tensor:
+        """The states after the nodes, which are returned."""
+        self._states = found if query.is_first else torch.cat([self._states, found])
+        return found
 
 
 class NotingRunner(ModelRunner):
@@ -21,9 +38,6 @@ class NotingRunner(ModelRunner):
     Args:
         layer_ids: of these layers, in the order in which states are wanted; the number of layers stands for
             what the last norm gives.
-
-    Attributes:
-        drafting: this runner, for what drafts with it; see `PacedRunner`.
     """
 
     def __init__(
@@ -40,7 +54,6 @@ class NotingRunner(ModelRunner):
             else decoder.register_forward_hook(functools.partial(self._note_output, number))
             for number in layer_ids
         ]
-        self.drafting = self
         super().__init__(model, num_pages=num_pages, page_size=page_size)
         self.attention_path = "views"
 
@@ -63,6 +76,12 @@ class NotingRunner(ModelRunner):
         """Logits of some of the target's tokens as float32 [n, vocab_size]; -inf for all others."""
         found = logits.new_full((len(logits), self.vocab_size), float("-inf"), dtype=torch.float32)
         return found.index_copy_(1, target_ids, logits.float())
+
+
+def bare_rows(embedding: Any) -> Callable[[Tensor], Tensor]:
+    """From token ids to rows of an embedding, without what a model's own class does to them."""
+    plain = functools.partial(torch.nn.functional.embedding, weight=embedding.weight.detach())
+    return getattr(embedding, "bare_rows", plain)  # of a rank, which has some of the rows
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
