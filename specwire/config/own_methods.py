@@ -22,7 +22,7 @@ class OwnMethod(NamedTuple):
     """One of them, besides a draft model.
 
     Attributes:
-        argument: what it takes, such as a directory; empty for nothing.
+        argument: what it takes, such as a directory of weights; empty for nothing.
         drafts_with: in the help of `--draft`.
         needs: in `specwire drafts`.
         lacks: what an emulated target has none of.

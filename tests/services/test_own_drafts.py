@@ -22,6 +22,7 @@ import verify_service.layers
 from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
+from specwire.config.preflight import memory, plan
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
@@ -281,6 +282,22 @@ EMULATED = "emulated:step_ms=1"
 def test_what_does_not_combine(make: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         make()
+
+
+@pytest.mark.parametrize("source", ["heads", "dflash", "eagle3"])
+def test_their_weights_are_counted_before_the_start(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is room for the target's alone; EAGLE-3's are in a file without a header here."""
+    served = serve(source, tmp_path)
+    config = VerifyConfig(model=str(served.target), address="127.0.0.1:0", num_kv_tokens=16, **served.options)
+    plan.check(config)
+    room = (served.target / "model.safetensors").stat().st_size
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: room)
+    with pytest.raises(ConfigError, match="its weights take"):
+        plan.check(config)
+    with pytest.raises(ConfigError, match="the KV cache takes"):
+        plan.check(replace(config, **{source: ""}))
 
 
 def test_where_a_draft_model_runs(tmp_path: Path) -> None:
