@@ -296,8 +296,9 @@ def test_their_weights_are_counted_before_the_start(
     monkeypatch.setattr(memory, "free_host_bytes", lambda: room)
     with pytest.raises(ConfigError, match="its weights take"):
         plan.check(config)
+    without: Any = {source: ""}
     with pytest.raises(ConfigError, match="the KV cache takes"):
-        plan.check(replace(config, **{source: ""}))
+        plan.check(replace(config, **without))
 
 
 def test_where_a_draft_model_runs(tmp_path: Path) -> None:
