@@ -110,6 +110,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         places: int64, of the nodes.
+        rows: how the tokens after them are sampled.
         num_ranked: likeliest tokens to find after each; 0 to draw one.
     """
 

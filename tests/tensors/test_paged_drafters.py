@@ -275,6 +275,8 @@ def test_a_published_block_drafter_computes_what_a_straight_implementation_does(
         ("speculators", {"aux_hidden_state_layer_ids": [0, 1]}, "reads what layers give, not embeddings"),
         ("speculators", {"aux_hidden_state_layer_ids": [1, 3]}, "aux_hidden_state_layer_ids 3: no layer"),
         ("speculators", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids None is no block"),
+        ("speculators", {"transformer_layer_config": None}, "its config has no transformer_layer_config"),
+        ("speculators", {"block_size": 1}, "block_size 1 leaves no room for a draft token"),
         ("speculators", {"mask_token_id": None}, "its config has no mask_token_id"),
         ("speculators", {"target_hidden_size": 64}, "target_hidden_size 64 is not the hidden_size"),
         ("speculators", {"draft_vocab_size": 5}, r"lm_head.weight is \[48, 32\], and not \[5, 32\]"),

@@ -108,6 +108,8 @@ def load(source: str | os.PathLike[str], model: Any) -> BlockDrafter:
         else:
             output = model.get_output_embeddings()
             drafter = BlockDrafter(layers, _without_norm(model.get_input_embeddings()), output)
+        if layers.config.block_size <= drafter.first:
+            raise ModelLoadError(f"block_size {layers.config.block_size} leaves no room for a draft token")
         pack_linears(layers)
         self_check(model, drafter)
     return drafter
@@ -181,6 +183,8 @@ def _speculators_names(given: Mapping[str, Any]) -> dict[str, Any]:
     layers, read = given.get(_LAYERS) or {}, given.get(_READ)
     if given[_KIND] != "dflash" or not read:
         raise ModelLoadError(f"{_KIND} {given[_KIND]} with {_READ} {read} is no block drafter")
+    if not layers:
+        raise ModelLoadError(f"its config has no {_LAYERS}")
     if min(read) < 1:
         raise ModelLoadError(f"{_READ} {min(read)}: a block drafter reads what layers give, not embeddings")
     kind, width = layers.get("model_type", "qwen3"), given.get("target_hidden_size")
