@@ -34,7 +34,7 @@ def make(directory: Path, seconds: float) -> None:
     """Write a drafter that was trained for so long."""
     torch.manual_seed(0)
     target = LlamaForCausalLM.from_pretrained(embedded.TARGET_DIR, dtype=torch.float32).requires_grad_(False)
-    drafter = _new(target.config)
+    drafter = untrained(target.config)
     rng = random.Random(0)
     rows = training.library_rows(rng)
 
@@ -49,7 +49,7 @@ def make(directory: Path, seconds: float) -> None:
     drafter.eval().save_pretrained(directory)
 
 
-def _new(of: Any) -> Any:
+def untrained(of: Any) -> Any:
     """Two layers of the target's width, whose mask is the target's last token id."""
     config = MuseGlimmerAssistantConfig(
         hidden_size=of.hidden_size,

@@ -8,48 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from torch import Tensor
-
-from specwire.config.services import VerifyConfig
 from specwire.core import Verdict
-from specwire.engine.boot import ModelService
+from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
 from verify_service.grown import Growing, Node
 from verify_service.own import Drafting
 from verify_service.paged import PagedDrafts
 
-if TYPE_CHECKING:  # it loads transformers
-    from specwire.engine.model.block import BlockRunner
-
 
 class BlockDrafts(PagedDrafts):
-    """With a block drafter.
-
-    Args:
-        runner: of the target.
-        may_be_tree: whether the target verifies trees.
-    """
-
-    def __init__(self, runner: BlockRunner, *, may_be_tree: bool) -> None:
-        super().__init__(may_be_tree=may_be_tree)
-        self._runner = runner
-        self._states: Tensor  # of the step's blocks, [num_sequences, block_size, state_size]
-        self._places: dict[Growing, int] = {}
-
-    @classmethod
-    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
-        """Of the directory that `--dflash` names."""
-        runner: Any = service.runner
-        return cls(runner.drafting, may_be_tree=service.info.trees)
+    """See `GrownDrafts`."""
 
     def begin(
         self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
     ) -> Growing | None:
         """See `GrownDrafts`; no path is longer than a block."""
-        most, wanted = self._runner.block_size - 1, drafting.wanted
+        most, wanted = self._runner.draft_shape.longest, drafting.wanted
         if wanted.max_depth:
             drafting.wanted = replace(wanted, max_depth=min(wanted.max_depth, most))
         else:
@@ -58,15 +33,11 @@ class BlockDrafts(PagedDrafts):
 
     def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing near the end of the context."""
-        longest = self._runner.context_len
-        room = self._runner.block_size - 1
-        super().grow([each for each in growing if longest is None or len(each.committed) + room <= longest])
+        most, room = self._runner.context_len, len(self._runner.draft_shape.masks)
+        super().grow([each for each in growing if most is None or len(each.committed) + room <= most])
 
-    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
-        """See `GrownDrafts`: all blocks in one pass, before the first candidates."""
-        if nodes[0].depth == 0:
-            caches = [node.of.sequence.cache for node in nodes]
-            self._states = self._runner.draft(caches, [node.token_id for node in nodes])
-            self._places = {of: place for place, (of, _) in enumerate(nodes)}
-        found = [self._states[self._places[node.of], node.depth + 1] for node in nodes]
-        return self._runner.logits(torch.stack(found))
+    def feeds(self, nodes: Sequence[Node]) -> list[Feed]:
+        """See `GrownDrafts`: all blocks, before the first candidates."""
+        masks = self._runner.draft_shape.masks
+        starts = [node for node in nodes if node.node < 0]
+        return [Feed(node.of.sequence.cache, [node.token_id, *masks]) for node in starts]

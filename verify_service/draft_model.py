@@ -22,13 +22,14 @@ from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, num_in_common
 from specwire.engine import chosen
 from specwire.engine.batch import Feed
 from specwire.engine.boot import ModelService
+from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
 from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
 from specwire.rule.choices import Kind
 from specwire.rule.columns import Rows
-from verify_service.grown import Growing, GrownDrafts, Node
+from verify_service.grown import Growing, GrownDrafts, Node, Question, choose
 
 if TYPE_CHECKING:  # it loads transformers
     from specwire.engine.model.runner import ModelRunner
@@ -49,8 +50,8 @@ class ModelDrafts(GrownDrafts):
     def __init__(
         self, runner: ModelRunner, config: VerifyConfig, vocab_size: int, *, may_be_tree: bool
     ) -> None:
-        super().__init__(may_be_tree=may_be_tree)
-        self._runner, self._config, self._vocab_size = runner, config, vocab_size
+        super().__init__(runner, may_be_tree=may_be_tree)
+        self._config, self._vocab_size = config, vocab_size
         self.support_len = min(vocab_size, MAX_SUPPORT)
         self._followers: dict[TokenSequence, TokenSequence] = {}
 
@@ -90,7 +91,7 @@ class ModelDrafts(GrownDrafts):
         followers = [self._followers[each.sequence] for each in growing]
         lengths, caches = [own.cache.length for own in followers], [own.cache for own in followers]
         width = min(self._vocab_size, self._runner.vocab_size)
-        logits = self.logits_after([Node(each, -1) for each in growing])[:, :width]
+        logits = self._logits_after([Node(each, -1) for each in growing])[:, :width]
         rows = Rows([each.sequence.encoded for each in growing], [1] * len(growing), bases, bases)
         steps = chosen.decoded(self._runner, kind, caches, rows, num_steps, logits)
         if not steps:
@@ -107,8 +108,12 @@ class ModelDrafts(GrownDrafts):
             own.cache.truncate(min(own.cache.length, len(own.tokens)))
         return True
 
-    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
+    def chosen_after(self, nodes: Sequence[Node], question: Question) -> list[Drawn]:
         """See `GrownDrafts`."""
+        return choose(question, self._logits_after(nodes))
+
+    def _logits_after(self, nodes: Sequence[Node]) -> Tensor:
+        """Float32 [num_nodes, the target's vocabulary]; -inf for ids that the draft does not have."""
         feeds = [
             self._feed(of, [node for _, node in own]) for of, own in groupby(nodes, key=attrgetter("of"))
         ]
@@ -172,11 +177,12 @@ class ModelDrafts(GrownDrafts):
 
     def _forward(self, feeds: Sequence[Feed]) -> Tensor:
         """One pass; memory that it lacks is taken from sequences that are not in it."""
+        runner: ModelRunner = self._runner
         try:
-            return self._runner.forward(feeds)
+            return runner.forward(feeds)
         except ResourceExhaustedError:
             needed = {id(feed.cache) for feed in feeds}
             for own in self._followers.values():
                 if id(own.cache) not in needed:
                     own.cache.truncate(0)
-            return self._runner.forward(feeds)
+            return runner.forward(feeds)

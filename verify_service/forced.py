@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from specwire.core import Proposal
 from specwire.errors import SpecwireError
 from specwire.rule.columns import MATCHED
@@ -27,11 +25,7 @@ class ForcedDrafts:
 
     num_passes = num_nodes = prefill_ns = 0
 
-    def split(self, logits: Tensor) -> tuple[Tensor, None]:
-        """See `own.OwnDrafts`; it reads no states."""
-        return logits, None
-
-    def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
+    def propose(self, judged: Sequence[Judged]) -> None:
         """See `own.OwnDrafts`."""
         for each in judged:
             try:

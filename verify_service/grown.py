@@ -4,8 +4,9 @@
 
 Where tokens are matched a proposal may be a tree that grows best first, and tokens are drawn with the noise
 that the target will draw with. Under rejection sampling it is a chain of the likeliest tokens: a function of
-committed tokens alone, hence a draft that is certain of them. What drafts says how logits come about; it may
-draw the chain instead, and say what from.
+committed tokens alone, hence a draft that is certain of them. What drafts may draw the chain instead, and say
+what from. Logits stay on the target's device, which may be several ranks, and so do states that the next ones
+are computed from.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
 
+from specwire.config.own_methods import OWN_METHODS
+from specwire.config.services import VerifyConfig
 from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, Verdict
+from specwire.engine.batch import Feed
+from specwire.engine.boot import ModelService
+from specwire.engine.device import DeviceLostError, DraftQuery
 from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import SpecwireError
@@ -30,7 +36,7 @@ from specwire.rule.choices import SHARPNESS, likeliest
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
-from specwire.support import Support, certain
+from specwire.support import IntArray, Support, certain
 from verify_service.own import Drafting, Judged, Noise
 
 log = logging.getLogger(__name__)
@@ -99,10 +105,49 @@ class Node(NamedTuple):
         return sequence.row(history, len(committed) + self.depth, len(committed))
 
 
+class Wanted(NamedTuple):
+    """Some nodes of a pass, whose next tokens are found alike.
+
+    Attributes:
+        places: int64, of the nodes.
+        rows: how the tokens after them are sampled.
+        num_ranked: likeliest tokens to find after each; 0 to draw one.
+    """
+
+    places: IntArray
+    rows: Rows
+    num_ranked: int
+
+
+class Question(NamedTuple):
+    """What is wanted after the nodes of a pass; a rank may be asked."""
+
+    wanted: Sequence[Wanted]
+    noise: Noise
+    sharpness: float
+
+
+def choose(question: Question, logits: Tensor) -> list[Drawn]:
+    """As a `device.Decide`: for each `Wanted`, what is drawn after nodes, or the likeliest tokens there."""
+    answer = []
+    for places, rows, num_ranked in question.wanted:
+        some = logits if len(places) == len(logits) else logits[to_device(places, logits.device)]
+        log_probs = sampling.apply_warps(sampling.apply_history(some, rows), rows)
+        if num_ranked:
+            scores = question.noise.added(log_probs, rows)
+            ids, *others = to_host(*likeliest(scores, most=num_ranked, sharpness=question.sharpness))
+            answer.append(Drawn.matched(ids[:, 0], ids, *others))
+        else:
+            on_device, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
+            answer.append(Drawn.supported(*to_host(*on_device)))
+    return answer
+
+
 class GrownDrafts:
     """Proposals for all sequences of a step at once; see `OwnDrafts`.
 
     Args:
+        runner: of what drafts.
         may_be_tree: whether proposals may be trees.
     """
 
@@ -112,17 +157,21 @@ class GrownDrafts:
     support_len = 0
     """Entries that supports of drawn tokens are padded to, so that their size does not depend on tokens."""
 
-    def __init__(self, *, may_be_tree: bool) -> None:
+    def __init__(self, runner: Any, *, may_be_tree: bool) -> None:
+        self._runner = runner
         self.num_passes = self.num_nodes = self.prefill_ns = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: dict[TokenSequence, Growing] = {}
+        self._rows: dict[tuple[Growing, int], int] = {}  # of each node, among all since proposals began
 
-    def split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `OwnDrafts`."""
-        return logits, None
+    @classmethod
+    def load(cls, config: VerifyConfig, service: ModelService) -> Self:
+        """Of a loaded target, whose runner has it."""
+        has_trees = service.info.trees and OWN_METHODS[config.own.source].has_trees
+        return cls(service.runner, may_be_tree=has_trees)
 
-    def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
+    def propose(self, judged: Sequence[Judged]) -> None:
         """See `OwnDrafts`. Where there is no room, with the tokens that there was room for."""
         self.num_passes = self.num_nodes = self.prefill_ns = 0
         self._grown = {sequence: grown for sequence, grown in self._grown.items() if not sequence.closed}
@@ -131,7 +180,7 @@ class GrownDrafts:
             try:
                 if growing:
                     self.grow(growing)
-            except SpecwireError as error:
+            except (SpecwireError, DeviceLostError) as error:  # the next pass finds a device lost, too
                 log.debug("no more is drafted: %s", error)
             for sequence, drafting, _, _ in judged:
                 drafting.proposal = self._proposal(sequence)
@@ -165,50 +214,53 @@ class GrownDrafts:
 
     def grow(self, growing: list[Growing]) -> None:
         """Expand open nodes, of all sequences together, until there are none."""
-        noise: Noise | None = None
+        noise = Noise((each.sequence, len(each.committed), each.growth.max_depth) for each in growing)
         while growing:
             nodes = [Node(each, node) for each in growing for node in each.open]
-            logits = self.logits_after(nodes)
+            question = self._question(nodes, noise)
+            answer = self.chosen_after(nodes, question)
             self.num_passes, self.num_nodes = self.num_passes + 1, self.num_nodes + len(nodes)
-            if noise is None:
-                drafted = ((each.sequence, len(each.committed), each.growth.max_depth) for each in growing)
-                noise = Noise(drafted, logits.shape[1], logits.device)
-            self.add_candidates(nodes, logits, noise)
+            for wanted, found in zip(question.wanted, answer, strict=True):
+                for row, place in enumerate(wanted.places.tolist()):
+                    of, node = nodes[place]
+                    of.add(node, found, row)
             for each in growing:
                 each.open = self.open_after(each)
             growing = [each for each in growing if each.open]
 
-    def logits_after(self, nodes: Sequence[Node]) -> Tensor:
-        """Float32 [num_nodes, the target's vocabulary]; -inf for ids that the target cannot read.
+    def chosen_after(self, nodes: Sequence[Node], question: Question) -> list[Drawn]:
+        """What `choose` answers of the logits after nodes.
 
         Args:
-            nodes: of one sequence after another.
+            nodes: of one sequence after another, all that begin together or none that does.
         """
-        raise NotImplementedError
+        is_first = nodes[0].node < 0
+        if is_first:
+            self._rows = {}
+        rows = [of.row if is_first else self._rows[of, Node(of, node).parent] for of, node in nodes]
+        self._rows |= {(of, node): row for row, (of, node) in enumerate(nodes, len(self._rows))}
+        columns = rows, [node.token_id for node in nodes], [node.depth for node in nodes]
+        query = DraftQuery(is_first, *(np.array(column, np.int64) for column in columns))
+        found: list[Drawn] = self._runner.run_draft(self.feeds(nodes), query, question, choose)
+        return found
+
+    def feeds(self, nodes: Sequence[Node]) -> Sequence[Feed]:
+        """What the pass after nodes appends to the pages of the sequences; none where it needs none."""
+        return ()
 
     def open_after(self, growing: Growing) -> list[int]:
         """The nodes to expand next; none where a proposal is done."""
         return growing.growth.expand(NUM_EXPANDED)
 
-    def add_candidates(self, nodes: Sequence[Node], logits: Tensor, noise: Noise) -> None:
-        """What is drawn after each node, or the likeliest tokens there, become its children."""
+    def _question(self, nodes: Sequence[Node], noise: Noise) -> Question:
+        wanted = []
         for is_drawn in (False, True):
             at = [place for place, node in enumerate(nodes) if node.of.is_drawn is is_drawn]
-            if not at:
-                continue
-            here = [nodes[place] for place in at]
-            some = logits if len(at) == len(nodes) else logits[to_device(np.array(at), logits.device)]
-            rows = Rows.of([node.sampled() for node in here])
-            log_probs = sampling.apply_warps(sampling.apply_history(some, rows), rows)
-            if is_drawn:
-                on_device, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
-                found = Drawn.supported(*to_host(*on_device))
-            else:
-                most, scores = max(node.of.num_ranked for node in here), noise.added(log_probs, rows)
-                ids, *others = to_host(*likeliest(scores, most=most, sharpness=self.sharpness))
-                found = Drawn.matched(ids[:, 0], ids, *others)
-            for row, (of, node) in enumerate(here):
-                of.add(node, found, row)
+            if at:
+                rows = Rows.of([nodes[place].sampled() for place in at])
+                most = 0 if is_drawn else max(nodes[place].of.num_ranked for place in at)
+                wanted.append(Wanted(np.array(at, np.int64), rows, most))
+        return Question(wanted, noise, self.sharpness)
 
     def _proposal(self, sequence: TokenSequence) -> Proposal | None:
         grown = self._grown.get(sequence)

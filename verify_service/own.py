@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specwire.core import NO_TOKEN, Outcome, Proposal, Verdict, Wanted
@@ -144,41 +143,33 @@ class OwnDrafts(Protocol):
     num_nodes: int
     prefill_ns: int
 
-    def split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [num_rows, vocab_size], and the states that lie beside them, if it reads any."""
-
-    def propose(self, judged: Sequence[Judged], states: Tensor | None) -> None:
-        """Set outcome and proposal of each; a failure costs proposals, never a verdict.
-
-        Args:
-            states: [num_rows, state_size] of the step, as of `split`.
-        """
+    def propose(self, judged: Sequence[Judged]) -> None:
+        """Set outcome and proposal of each; a failure costs proposals, never a verdict."""
 
 
 class Noise:
     """The target's noise under Gumbel coupling, at the positions of a step's proposals.
 
     A call costs as much for some positions as for one, so it is computed for all of them at once, or for one
-    depth after another where vocabulary and batch are large. Nodes of a depth share it.
+    depth after another where vocabulary and batch are large, or ranks draft. Nodes of a depth share it.
     """
 
-    def __init__(
-        self, drafted: Iterable[tuple[TokenSequence, int, int]], vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, drafted: Iterable[tuple[TokenSequence, int, int]] = ()) -> None:
         """Args:
         drafted: each sequence, how many tokens it has, and how many may be drafted after these.
         """
-        self._vocab_size, self._device = vocab_size, device
         self._places: dict[tuple[int, ...], int] = {}
         self._noise: Tensor
-        keys = [
+        self._keys: list[tuple[int, ...]] = [
             (sequence.seed, position)
             for sequence, start, depth in drafted
             if sequence.encoded.traits & GUMBEL
             for position in range(start, start + depth)
         ]
-        if keys and len(keys) * vocab_size <= _MOST_NOISE:
-            self._compute(keys)
+
+    def __reduce__(self) -> tuple[type[Noise], tuple[()]]:
+        """What a rank is sent computes what one pass needs."""
+        return Noise, ()
 
     def added(self, scores: Tensor, rows: Rows) -> Tensor:
         """Scores [num_rows, vocab_size], with noise where tokens are coupled."""
@@ -187,17 +178,18 @@ class Noise:
             return scores
         columns = np.stack([rows.seeds[noisy], rows.positions[noisy]])
         keys = [*zip(*columns.tolist(), strict=True)]
+        device, vocab_size = scores.device, scores.shape[1]
         if not self._places.keys() >= set(keys):
-            self._compute(list(dict.fromkeys(keys)))
+            later, self._keys = [key for key in self._keys if key not in set(keys)], []
+            wanted = [*dict.fromkeys(keys)]
+            if len(wanted) + len(later) <= _MOST_NOISE // vocab_size:
+                wanted += later
+            self._places = {key: place for place, key in enumerate(wanted)}
+            # Single precision: what is proposed need not be exact.
+            seeds, positions = np.array(wanted, np.int64).T
+            self._noise = gumbel_noise(seeds, positions, vocab_size, device).float()
         places = np.array([self._places[key] for key in keys], np.int64)
-        noise = self._noise[to_device(places, self._device)]
+        noise = self._noise[to_device(places, device)]
         if isinstance(noisy, slice):
             return scores + noise
-        return scores.index_add(0, to_device(noisy, self._device), noise)
-
-    def _compute(self, keys: Sequence[tuple[int, ...]]) -> None:
-        seeds, positions = np.array(keys, np.int64).T
-        self._places = {key: place for place, key in enumerate(keys)}
-        # Single precision: what is proposed need not be exact.
-        noise = gumbel_noise(seeds, positions, self._vocab_size, self._device)
-        self._noise = noise.float()
+        return scores.index_add(0, to_device(noisy, device), noise)

@@ -7,9 +7,12 @@ cache   ├── accepted ──┤                                the next rou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specwire.core import Verdict
+from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
-from verify_service.grown import Growing, GrownDrafts
+from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Drafting
 
 
@@ -35,3 +38,7 @@ class PagedDrafts(GrownDrafts):
         finally:
             for each in growing:
                 each.sequence.cache.truncate(len(each.committed) - 1)
+
+    def feeds(self, nodes: Sequence[Node]) -> list[Feed]:
+        """See `GrownDrafts`: a token of each sequence, of chains that began together."""
+        return [Feed(node.of.sequence.cache, [node.token_id]) for node in nodes]

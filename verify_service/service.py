@@ -19,10 +19,10 @@ from verify_service.block import BlockDrafts
 from verify_service.draft_model import ModelDrafts
 from verify_service.eagle3 import Eagle3Drafts
 from verify_service.forced import ForcedDrafts
-from verify_service.heads import HeadsDrafts
+from verify_service.grown import GrownDrafts
 from verify_service.layers import LayersDrafts
-from verify_service.mtp import MtpDrafts
 from verify_service.own import OwnDrafts
+from verify_service.paged import PagedDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
@@ -59,9 +59,9 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
 
 
 METHODS: Mapping[str, Callable[[VerifyConfig, ModelService], OwnDrafts]] = {
-    HEADS: HeadsDrafts.load,
+    HEADS: GrownDrafts.load,
     LAYERS: LayersDrafts.load,
-    MTP: MtpDrafts.load,
+    MTP: PagedDrafts.load,
     DFLASH: BlockDrafts.load,
     EAGLE3: Eagle3Drafts.load,
     DRAFT_MODEL: ModelDrafts.load,

@@ -168,22 +168,19 @@ class Results(NamedTuple):
         target_probs: float32 [num_sampled_rows, longest support], 0 beyond the row's own.
         tail_mass: float64 [num_sampled_rows].
         logprobs: of the cases that report them, by index.
-        states: of the rows, on the device, where heads read them.
     """
 
     token_ids: IntArray
     target_probs: FloatArray
     tail_mass: npt.NDArray[np.float64]
     logprobs: dict[int, list[Logprobs]]
-    states: Tensor | None = None
 
 
 class VerifyDecider:
     """Verdicts for all jobs of a step at once; a `device.Decider`.
 
     Attributes:
-        drafts: what proposes after verdicts; None if nothing does. With heads, each row of logits is followed
-            by its state.
+        drafts: what proposes after verdicts; None if nothing does.
         drafting: see `device.Decider`.
     """
 
@@ -201,15 +198,9 @@ class VerifyDecider:
                 job.masks = job.sequence.masks(tokens, drafted.token_ids, drafted.parents)
         return Cases.of(verifies)
 
-    def decide(self, cases: Cases, logits: Tensor) -> Results:
-        """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
-        if self.drafts is None:
-            return self._judged(cases, logits)
-        logits, states = self.drafts.split(logits)
-        return self._judged(cases, logits)._replace(states=states)
-
     @staticmethod
-    def _judged(cases: Cases, logits: Tensor) -> Results:
+    def decide(cases: Cases, logits: Tensor) -> Results:
+        """Judge all cases; logits are [sum of (num_draft_tokens + 1), vocab_size]."""
         rows = cases.rows
         log_probs = sampling.apply_warps(sampling.apply_history(logits, rows), rows)
         judged = _evaluate(log_probs, cases)
@@ -231,7 +222,7 @@ class VerifyDecider:
         drafted = [each for _, each in going_on if each.drafting.wanted.num_draft_tokens]
         if drafted and self.drafts is not None:
             started_ns = clock.stopwatch_ns()
-            self.drafts.propose(drafted, judged.states)
+            self.drafts.propose(drafted)
             spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
             counts = self.drafts.num_passes, self.drafts.num_nodes
             self.drafting = DraftCost(*counts, spent_ns - prefill_ns, prefill_ns)

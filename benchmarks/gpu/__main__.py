@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from benchmarks import widen
-from benchmarks.gpu import passes, report
+from benchmarks.gpu import own, passes, report
 from benchmarks.gpu.findings import Findings
 from benchmarks.prompts import PROMPTS, own_tokenizer
 from benchmarks.report import say
@@ -124,6 +124,8 @@ def _engine(findings: Findings, scale: Scale, target: Path, device: torch.device
     _release()
     if model is not None:
         phase("batch invariance", lambda: _invariance(findings, model, _prompts(scale)))
+        for name, run in own.phases(findings, model, _prompts(scale)[0], scale.num_passes):
+            phase(name, run)
     _draft(findings, scale, device, phase)
     phase("recurrent layers", lambda: passes.check_recurrent(findings, device))
 

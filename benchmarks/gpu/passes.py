@@ -40,11 +40,12 @@ def bandwidth_gb_s(device: torch.device, num_bytes: int) -> float:
     """Of the device's memory: a copy of so many bytes, read and written, the best of some."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best_s = min(_timed(lambda: target.copy_(source), device) for _ in range(10))
+    best_s = min(timed_s(lambda: target.copy_(source), device) for _ in range(10))
     return 2 * num_bytes / best_s / 1e9
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
+def timed_s(run: Callable[[], Any], device: torch.device) -> float:
+    """Until the device is done."""
     wait(device)
     started_s = time.perf_counter()
     run()
@@ -188,7 +189,7 @@ def _pass_ms(runner: ModelRunner, num_streams: int, num_tokens: int, num_passes:
                     cache.truncate(_CACHED_TOKENS)
 
         run(3)
-        return [_timed(lambda: run(num_passes), runner.device) / num_passes * 1e3 for _ in range(5)]
+        return [timed_s(lambda: run(num_passes), runner.device) / num_passes * 1e3 for _ in range(5)]
 
 
 def _tokens(num: int, seed: int) -> list[int]:
@@ -226,7 +227,7 @@ def _device_ms(runner: ModelRunner, num_steps: int) -> list[float]:
                 steps._logits(bucket)
 
         with torch.inference_mode():
-            return [_timed(run, runner.device) / num_steps * 1e3 for _ in range(5)]
+            return [timed_s(run, runner.device) / num_steps * 1e3 for _ in range(5)]
 
 
 def _step_ms(runner: ModelRunner, prompt: Sequence[int], params: SamplingParams, num_steps: int) -> float:

@@ -64,7 +64,7 @@ def check_own(name: str, value: object, own: Own, target: str, num_devices: int)
     of_model = own.source == DRAFT_MODEL
     lacks = "device that a draft model could share" if of_model else OWN_METHODS[own.source].lacks
     check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
-    check(num_devices == 1, name, value, "is served with --tensor-parallel-size 1 only")
+    check(num_devices == 1 or not of_model, name, value, "is served with --tensor-parallel-size 1 only")
     if own.source == LAYERS:
         check_layers(name, own.argument)
     if of_model:

@@ -22,7 +22,7 @@ class OwnMethod(NamedTuple):
     """One of them, besides a draft model.
 
     Attributes:
-        argument: what it takes, such as a directory; empty for nothing.
+        argument: what it takes, such as a directory of weights; empty for nothing.
         drafts_with: in the help of `--draft`.
         needs: in `specwire drafts`.
         lacks: what an emulated target has none of.
@@ -108,17 +108,17 @@ def named_own(draft: str) -> Own:
 
 
 def _published(directory: str) -> str:
-    """The method that a directory's config names: z-lab has settings of DFlash there, speculators name
-    EAGLE-3, others have one layer and a vocabulary of the draft's own. Empty if there is none."""
+    """The method that a directory's config names: z-lab has settings of DFlash there, speculators name the
+    kind, others have one layer and a vocabulary of the draft's own. Empty if there is none."""
     try:
         config = json.loads((Path(directory or "-") / "config.json").read_bytes())
     except (OSError, ValueError):
         return ""
     if not isinstance(config, dict):
         return ""
-    if config.get("dflash_config"):
-        return DFLASH
     kind = config.get("speculators_model_type")
+    if config.get("dflash_config") or kind == DFLASH:
+        return DFLASH
     is_flat = kind is None and "draft_vocab_size" in config and config.get("num_hidden_layers") == 1
     return EAGLE3 if kind == EAGLE3 or is_flat else ""
 

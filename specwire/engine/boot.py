@@ -146,7 +146,8 @@ def start(
         threads = thread.call(lambda: _threads(config, source))
         runner, description = thread.call(lambda: _make_runner(config, source))
     except ModelLoadError as error:
-        raise ModelLoadError(f"--model {error}") from error
+        names_flag = str(error).startswith("--")
+        raise ModelLoadError(str(error) if names_flag else f"--model {error}") from error
     kv_bytes = getattr(runner, "kv_bytes_per_token", 0)
     if hook is not None:
         thread.call(lambda: hook.load(runner.vocab_size))

@@ -18,6 +18,7 @@ from torch import Tensor
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.jobs import Job
+from specwire.support import IntArray
 
 Decide = Callable[[Any, Tensor], Any]
 """Takes a question and its logits [sum of num_rows, vocab_size]; returns the answer. Pickled by name."""
@@ -40,6 +41,62 @@ class DraftCost(NamedTuple):
 
 
 NO_DRAFTING = DraftCost()
+
+
+class DraftShape(NamedTuple):
+    """What is known of a target's own drafts beside its device.
+
+    Attributes:
+        vocab_size: tokens that are ever drafted.
+        masks: token ids that stand for draft tokens of a block, after the last token.
+        longest: most draft tokens on a path; 0 for any number.
+        share_read: of the weights that a pass of the target reads, what one of the draft does; 0 where it
+            has its own.
+    """
+
+    vocab_size: int
+    masks: tuple[int, ...] = ()
+    longest: int = 0
+    share_read: float = 0.0
+
+
+class DraftQuery(NamedTuple):
+    """Nodes of proposals whose logits are wanted: all that begin together, or children of nodes before.
+
+    Attributes:
+        is_first: whether proposals begin: the nodes are the last tokens of their sequences.
+        rows: int64 [num_nodes]; of a first one, the row of the target's pass that it follows, else the place
+            of its parent among all nodes since the first ones.
+        token_ids, depths: int64 [num_nodes], of each node.
+    """
+
+    is_first: bool
+    rows: IntArray
+    token_ids: IntArray
+    depths: IntArray
+
+
+class DraftingRunner(Protocol):
+    """A target's device, as what drafts on it uses it.
+
+    Attributes:
+        context_len: maximum tokens of one sequence; None without a limit.
+    """
+
+    context_len: int | None
+    draft_shape: DraftShape
+
+    def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
+        """One pass of the draft: the answer, of float32 logits [num_nodes, the target's vocabulary], which
+        are -inf for tokens that are never drafted.
+
+        Args:
+            feeds: what it appends to caches, for the caller to drop again; none where nothing is.
+
+        Raises:
+            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths that
+                they had before.
+        """
 
 
 class Decider(Protocol):

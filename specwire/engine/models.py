@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,28 +10,18 @@ from transformers.utils import logging as transformers_logging
 
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED
-from specwire.config.own_methods import DFLASH, DRAFT_MODEL, EAGLE3, HEADS, LAYERS, MTP
+from specwire.config.own_methods import DRAFT_MODEL, LAYERS
 from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
-from specwire.engine.boot import resolve
+from specwire.engine.boot import model_directory, resolve
 from specwire.engine.device import Runner
-from specwire.engine.model import block, eagle3, encoder_decoder, memory, mtp
-from specwire.engine.model.block import BlockRunner
-from specwire.engine.model.eagle3 import Eagle3Runner
+from specwire.engine.model import encoder_decoder, memory, own
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.graphs import make_replay
 from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import describe, errors_naming, is_recurrent, load_model, read_config
-from specwire.engine.model.mtp import MtpRunner
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import CudaReplay
-
-_RUNNERS: Mapping[str, Callable[..., Runner]] = {
-    MTP: lambda model, _, **pages: MtpRunner(model, mtp.load(model), **pages),
-    DFLASH: lambda model, directory, **pages: BlockRunner(model, block.load(directory, model), **pages),
-    EAGLE3: lambda model, directory, **pages: Eagle3Runner(model, eagle3.load(directory, model), **pages),
-}
-"""Of a target whose drafts fill pages of their own, by their source; given its model and their argument."""
 
 
 def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
@@ -59,23 +48,21 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         return served, encoder_decoder.describe(halves, source)
     learns = isinstance(config, DraftConfig) and config.learn
     model = load_model(source, dtype=own_dtype, device=str(device), packs=not learns)
-    own = config.own
-    if make := _RUNNERS.get(own.source):
-        made = make(model, own.argument, num_pages=num_pages, page_size=config.page_len)
-        return made, describe(model, source)
-    compiles = isinstance(replay, CudaReplay) and not config.batch_invariant and own.source != LAYERS
+    compiles = isinstance(replay, CudaReplay) and not config.batch_invariant and config.own.source != LAYERS
     paged = partial(ModelRunner, page_size=config.page_len, compiles=compiles)
     draft = _load_draft(config, device) if isinstance(config, VerifyConfig) and config.draft_model else None
     if draft is not None and callable(num_pages):  # both have as many tokens
         one, of_both = paged(draft, num_pages=1), num_pages
         page_bytes = one.kv_bytes_per_token * config.page_len
-        num_pages = lambda own, states: of_both(own + page_bytes, states + one.state_bytes)  # noqa: E731
-    runner = paged(
+        num_pages = lambda page, state: of_both(page + page_bytes, state + one.state_bytes)  # noqa: E731
+    runner = own.make_runner(
+        config,
+        model_directory(source),
         model,
         num_pages=num_pages,
         replay=replay,
         batch_invariant=config.batch_invariant,
-        shows_states=config.own.source == HEADS,
+        compiles=compiles,
     )
     runner.warm()
     if isinstance(config, DraftConfig):
@@ -121,11 +108,11 @@ def _has_encoder(source: str, config: ModelServiceConfig | None = None) -> bool:
 
 
 def _check_kind(config: ModelServiceConfig, source: str, kind: str) -> None:
-    own, is_model = flag_name(config.own.source), config.own.source == DRAFT_MODEL
+    drafts, is_model = flag_name(config.own.source), config.own.source == DRAFT_MODEL
     if is_model:
-        own += "; its draft needs a service of its own (--draft-placement service)"
+        drafts += "; its draft needs a service of its own (--draft-placement service)"
     refused = {
-        own: config.own.source != "" and not (is_model and kind == "has recurrent layers"),
+        drafts: config.own.source != "" and not (is_model and kind == "has recurrent layers"),
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
     }

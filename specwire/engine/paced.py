@@ -11,12 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import SequenceCache
-from specwire.engine.device import Decide, Runner
-from specwire.engine.layers.blocks import Blocks
+from specwire.engine.device import Decide, DraftQuery, DraftShape, Runner
 
 
 class PacedRunner:
@@ -32,7 +29,8 @@ class PacedRunner:
         self.vocab_size = runner.vocab_size
         self.longest_pause_s = runner.longest_pause_s
         self._runner = runner
-        self._model_runner: Any = runner  # where it drafts, too
+        self._drafting_runner: Any = runner  # where it drafts, too
+        self.context_len = getattr(runner, "context_len", None)
         self._least_pass_s = least_pass_s
 
     @property
@@ -45,14 +43,14 @@ class PacedRunner:
         self._runner.on_loss = call
 
     @property
-    def model(self) -> Any:
-        """That of the runner, if it is in this process; else None."""
-        return getattr(self._runner, "model", None)
+    def drafting(self) -> Any:
+        """The runner of a target's draft model; None without."""
+        return getattr(self._runner, "drafting", None)
 
     @property
-    def drafting(self) -> Any:
-        """The runner, if a target's own draft runs on it; else None."""
-        return getattr(self._runner, "drafting", None)
+    def draft_shape(self) -> DraftShape | None:
+        """See `DraftingRunner`."""
+        return getattr(self._runner, "draft_shape", None)
 
     def new_sequence(self) -> SequenceCache:
         """See `device.Runner`."""
@@ -65,12 +63,14 @@ class PacedRunner:
         _sleep_until(due_s)
         return answer
 
-    def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
-        """See `ModelRunner`; it takes the share of the minimum time that the weights have which it reads."""
-        due_s = time.perf_counter() + self._least_pass_s * left_out.share_read
-        found: Tensor = self._model_runner.forward_without(left_out, feeds)
+    def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
+        """See `DraftingRunner`; it takes the share of the minimum time that the target's weights have which
+        it reads."""
+        assert self.draft_shape is not None
+        due_s = time.perf_counter() + self._least_pass_s * self.draft_shape.share_read
+        answer = self._drafting_runner.run_draft(feeds, query, question, decide)
         _sleep_until(due_s)
-        return found
+        return answer
 
     def end_step(self) -> None:
         """See `device.Runner`."""

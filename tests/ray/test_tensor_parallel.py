@@ -31,7 +31,11 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.proposals.tree import TokenTree
 from specwire.rule.captured import EagerReplay
 from tests.support import rank_memory, texts
+from tests.support.blocks import save_block_drafter
+from tests.support.eagle3 import save_eagle3
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.heads import save_heads
+from tests.support.mtp import save_mtp_target
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.processes import END_S, gone, running, wait_until
 from tests.support.together import together
@@ -166,6 +170,60 @@ class TestTwoRanks:
         assert not set(before) & set(after), "all ranks start again"
         stack.assert_idle_within(5.0)
         group_runner(service).pool.check_integrity()
+
+
+OWN = ("heads", "layers", "mtp", "dflash", "eagle3")
+
+
+def save_drafting(source: str, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A target, and the flag that it drafts with by itself."""
+    if source == "mtp":
+        return save_mtp_target(directory / "target", "glm4_moe"), {"mtp": True}
+    target = save_target(directory / "target")
+    match source:
+        case "heads":
+            value = str(save_heads(directory / "heads", target))
+        case "layers":
+            value = "m1"
+        case "dflash":
+            value = str(save_block_drafter(directory / "drafter"))
+        case _:
+            value = str(save_eagle3(directory / "eagle3"))
+    return target, {source: value}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", OWN)
+def test_what_a_target_drafts_with_says_on_two_ranks_what_it_says_on_one(
+    cluster: Any, source: str, tmp_path: Path
+) -> None:
+    """The same texts, and chains, under every rule, of streams that draft together; embeddings and output
+    layer are shared by the ranks. Then a rank is lost, and the texts are the same."""
+    target, options = save_drafting(source, tmp_path)
+    fixed = SamplingParams(max_tokens=48, ignore_eos=True, draft=source, num_draft_tokens=3, seed=7)
+    requests = [
+        replace(fixed, temperature=0),
+        replace(fixed, rule=Rule.GUMBEL, temperature=0.5),
+        replace(fixed, rule=Rule.REJECTION),
+    ]
+    if source not in ("layers", "mtp"):
+        requests.append(replace(requests[1], num_draft_tokens=8, max_depth=3))
+    found: list[list[Completion]] = []
+    for num_ranks in (1, 2):
+        shared = {"tensor_parallel_size": num_ranks, "num_threads": 1}
+        with started_services() as services, local_stack(target, verify_options=options | shared) as stack:
+            found.append(together(stack.address, [(params, PROMPT) for params in requests]))
+            if num_ranks > 1:
+                os.kill(group_runner(services["verify"]).locations[1].pid, signal.SIGKILL)
+                found.append(together(stack.address, [(params, PROMPT) for params in requests]))
+            stack.assert_idle_within(5.0)
+            services["verify"].runner.pool.check_integrity()
+    one, *others = ([each.token_ids for each in done] for done in found)
+    assert others == [one, one]
+    chains, same = ([each.speculation for each in done[:3]] for done in found[:2])
+    for ours, expected in zip(same, chains, strict=True):
+        assert ours.num_draft_tokens == expected.num_draft_tokens > 0
+        assert ours.num_accepted_tokens == expected.num_accepted_tokens
 
 
 @pytest.mark.slow

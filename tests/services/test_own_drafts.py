@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,6 +22,7 @@ import verify_service.layers
 from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
+from specwire.config.preflight import memory, plan
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
@@ -222,11 +224,7 @@ EMULATED = "emulated:step_ms=1"
         (lambda: VerifyConfig(model=EMULATED, layers="a0"), "has no layers"),
         (lambda: VerifyConfig(model=EMULATED, mtp=True), "has no hidden states"),
         (lambda: VerifyConfig(model=EMULATED, draft_model="embedded"), "device that a draft"),
-        (lambda: VerifyConfig(heads="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
-        (lambda: VerifyConfig(layers="a0", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
-        (lambda: VerifyConfig(mtp=True, tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
         (lambda: VerifyConfig(draft_model="embedded", tensor_parallel_size=2), "size 1 only"),
-        (lambda: VerifyConfig(eagle3="x", tensor_parallel_size=2), "--tensor-parallel-size 1 only"),
         (lambda: VerifyConfig(eagle3="x", batch_invariant=True), "together with --batch-invariant"),
         (lambda: VerifyConfig(layers="a0", heads="/tmp"), "does not go together with --heads"),
         (lambda: VerifyConfig(mtp=True, heads="x"), "does not go together with --heads"),
@@ -286,6 +284,23 @@ def test_what_does_not_combine(make: Any, problem: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("source", ["heads", "dflash", "eagle3"])
+def test_their_weights_are_counted_before_the_start(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is room for the target's alone; EAGLE-3's are in a file without a header here."""
+    served = serve(source, tmp_path)
+    config = VerifyConfig(model=str(served.target), address="127.0.0.1:0", num_kv_tokens=16, **served.options)
+    plan.check(config)
+    room = (served.target / "model.safetensors").stat().st_size
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: room)
+    with pytest.raises(ConfigError, match="its weights take"):
+        plan.check(config)
+    without: Any = {source: ""}
+    with pytest.raises(ConfigError, match="the KV cache takes"):
+        plan.check(replace(config, **without))
+
+
 def test_where_a_draft_model_runs(tmp_path: Path) -> None:
     """In the target's process, unless it is asked for what only a service has."""
     (tmp_path / "config.json").write_text('{"is_encoder_decoder": true}')
@@ -340,12 +355,14 @@ def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path)
             assert coordinator.fixed_max_depth == given.get("max_depth")
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "z-lab"])
-def test_published_drafters_are_recognised(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [*product(["eagle3"], LAYOUTS), ("dflash", "z-lab"), ("dflash", "speculators")],
+)
+def test_published_drafters_are_recognised(source: str, layout: str, tmp_path: Path) -> None:
     """By their config; they are no draft model anywhere."""
-    source = "dflash" if layout == "z-lab" else "eagle3"
-    made = tmp_path / "drafter"
-    saved = str(save_published(made) if source == "dflash" else save_eagle3(made, layout))
+    save_drafter = save_published if source == "dflash" else save_eagle3
+    saved = str(save_drafter(tmp_path / "drafter", layout))
     config = UpConfig(draft=saved)
     assert (config.draft_model, config.own) == ("none", (source, saved))
     own = CoordinatorConfig(speculative_config=config.coordinator_speculation).own_draft

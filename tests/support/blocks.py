@@ -51,10 +51,18 @@ def _drafter(**overrides: Any) -> PreTrainedModel:
 
 
 EPS, THETA, NUM_HEADS, HEAD_DIM = 1e-6, 5e5, 4, 8
+DRAFTED = (*range(1, VOCAB_SIZE, 2),)
+"""Tokens that `save_published` drafts in speculators' layout."""
 
 
-def published_tensors(num_layers: int = 2, num_read: int = 2) -> dict[str, Tensor]:
-    """Random ones for `save_target`, by z-lab's names."""
+def published_tensors(
+    num_layers: int = 2, num_read: int = 2, target_ids: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Random ones for `save_target`, by published names.
+
+    Args:
+        target_ids: those that an output layer of its own has logits of, as in speculators' files.
+    """
     size, width, shapes = 32, NUM_HEADS * HEAD_DIM, dict[str, tuple[int, ...]]()
     for layer in (f"layers.{n}" for n in range(num_layers)):
         shapes |= {f"{layer}.self_attn.{name}_proj.weight": (width // 2, size) for name in "kv"}
@@ -67,6 +75,8 @@ def published_tensors(num_layers: int = 2, num_read: int = 2) -> dict[str, Tenso
         shapes |= {f"{layer}.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
         shapes |= {f"{layer}.{name}_layernorm.weight": (size,) for name in ("input", "post_attention")}
     shapes |= {"fc.weight": (size, num_read * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
+    if target_ids:
+        shapes |= {"lm_head.weight": (len(target_ids), size), "embed_tokens.weight": (VOCAB_SIZE, size)}
     generator = torch.Generator().manual_seed(4)
     return {
         name: torch.randn(*shape, generator=generator) / (max(shape) ** 0.5 if len(shape) > 1 else 1)
@@ -74,18 +84,17 @@ def published_tensors(num_layers: int = 2, num_read: int = 2) -> dict[str, Tenso
     }
 
 
-def save_published(directory: Path, **overrides: Any) -> Path:
-    """A block drafter of `save_target` in files as z-lab's."""
-    directory.mkdir()
-    config = {
-        "architectures": ["DFlashDraftModel"],
+def save_published(directory: Path, layout: str = "z-lab", **overrides: Any) -> Path:
+    """A block drafter of `save_target` in files as z-lab's, or as speculators', which needs a target of three
+    layers and drafts `DRAFTED`."""
+    layers: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": 32,
         "head_dim": HEAD_DIM,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": NUM_HEADS,
-        "vocab_size": 64,
+        "vocab_size": VOCAB_SIZE,
         "num_key_value_heads": NUM_HEADS // 2,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
@@ -95,20 +104,68 @@ def save_published(directory: Path, **overrides: Any) -> Path:
         "layer_types": ["full_attention"] * 2,
         "sliding_window": None,
         "use_sliding_window": False,
+    }
+    if layout == "speculators":
+        tensors, layers = published_tensors(target_ids=DRAFTED), layers | overrides.pop("layers", {})
+        return save_speculators(directory, layers, tensors, DRAFTED, **overrides)
+    config: dict[str, Any] = {
+        **layers,
+        "architectures": ["DFlashDraftModel"],
         "num_target_layers": 2,
         "dtype": "float32",
         "block_size": BLOCK_SIZE,
         "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]},
     }
     config["dflash_config"] |= overrides.pop("dflash_config", {})
+    directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config | overrides))
     save_file(published_tensors(), directory / "model.safetensors")
     return directory
 
 
+def save_speculators(
+    directory: Path,
+    layers: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    target_ids: Sequence[int],
+    *,
+    without: str = "",
+    **given: Any,
+) -> Path:
+    """A block drafter in speculators' files.
+
+    Args:
+        layers, given: what the config says of the layers, and else.
+        target_ids: of the tokens that `lm_head` has logits of.
+        without: a tensor that is left out.
+    """
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "target"}},
+        "draft_vocab_size": len(target_ids),
+        "block_size": BLOCK_SIZE,
+        "mask_token_id": 7,
+        "aux_hidden_state_layer_ids": [2, 1],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "target_hidden_size": None,
+    }
+    ids = torch.tensor(target_ids)
+    t2d = torch.isin(torch.arange(layers["vocab_size"]), ids)
+    found = {**tensors, "d2t": ids - torch.arange(len(ids)), "t2d": t2d}
+    found.pop(without, None)
+    directory.mkdir()
+    save_file(found, directory / "model.safetensors")
+    stored = config | {"transformer_layer_config": layers} | given
+    (directory / "config.json").write_text(json.dumps(stored))
+    return directory
+
+
 @torch.inference_mode()
 def straight_logits(target: Path, tensors: Mapping[str, Tensor], tokens: Sequence[int], mask: int) -> Tensor:
-    """Logits [BLOCK_SIZE - 1, vocab_size] of a block after the last token, which the target has not seen."""
+    """Logits [BLOCK_SIZE, vocab_size] at each place of a block, the last token and masks. The target has not
+    seen the last token. With an output layer of the drafter's own the vocabulary is its own."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     shown = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     read = torch.cat([shown[1][0], shown[2][0]], dim=-1)  # what layers 0 and 1 give
@@ -127,7 +184,8 @@ def straight_logits(target: Path, tensors: Mapping[str, Tensor], tokens: Sequenc
         return found.repeat_interleave(NUM_HEADS // len(found), dim=0)
 
     context = norm(linear(read, tensors["fc.weight"]), "hidden_norm")
-    x = model.get_input_embeddings()(torch.tensor([tokens[-1], *[mask] * (BLOCK_SIZE - 1)]))
+    table = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    x = table[torch.tensor([tokens[-1], *[mask] * (BLOCK_SIZE - 1)])]
     for layer in ("layers.0", "layers.1"):
         here = norm(x, f"{layer}.input_layernorm")
         both = torch.cat([context, here])
@@ -138,19 +196,22 @@ def straight_logits(target: Path, tensors: Mapping[str, Tensor], tokens: Sequenc
         between = norm(x, f"{layer}.post_attention_layernorm")
         gate, up, down = (tensors[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         x = x + linear(silu(linear(between, gate)) * linear(between, up), down)
-    found: Tensor = model.get_output_embeddings()(norm(x, "norm"))[1:]
-    return found
+    return linear(norm(x, "norm"), tensors.get("lm_head.weight", model.get_output_embeddings().weight))
 
 
-def save_markov_pair(directory: Path, *, is_hostile: bool = False) -> tuple[Path, Path]:
+def save_markov_pair(
+    directory: Path, *, is_hostile: bool = False, layout: str = "transformers"
+) -> tuple[Path, Path]:
     """A target as `pairs.markov_model`, and a drafter of it.
 
     At each place of a block the drafter has the target's distribution after the last token: right at the
-    first place. A hostile one likes best what the target likes least.
+    first place. A hostile one likes best what the target likes least. In speculators' layout it drafts from
+    the last token's place on, and lacks some tokens that greedy text does not have.
     """
-    target = markov_model()
+    is_narrow = layout == "speculators"
+    target = markov_model(num_layers=2 if is_narrow else 1)
     with torch.no_grad():
-        mask = unreached(markov_logits(target))[0]
+        mask, *others = unreached(markov_logits(target))
         target.model.embed_tokens.weight[mask] = 0  # so that masks add nothing to what the last token does
         drafter = _drafter(
             num_key_value_heads=4,
@@ -169,15 +230,38 @@ def save_markov_pair(directory: Path, *, is_hostile: bool = False) -> tuple[Path
         layer.input_layernorm.weight.fill_(1)
         layer.mlp.down_proj.weight.zero_()
         drafter.norm.weight.copy_(-shown if is_hostile else shown)
-    return save(target, directory / "target"), save(drafter, directory / "drafter")
+        saved = save(target, directory / "target")
+        if not is_narrow:
+            return saved, save(drafter, directory / "drafter")
+        ids = sorted({*range(MARKOV_VOCAB_SIZE)} - {*others[:3]})
+        tensors = {
+            name.replace("encoder.fc", "fc").replace("encoder.output_norm_enc", "hidden_norm"): each
+            for name, each in drafter.state_dict().items()
+        }
+        tensors["lm_head.weight"] = target.lm_head.weight[ids]
+        tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.clone()
+    layers: dict[str, Any] = {
+        "model_type": "qwen3",
+        "vocab_size": MARKOV_VOCAB_SIZE,
+        "layer_types": ["full_attention"],
+    }
+    sizes = ("hidden_size", "head_dim", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    for name in (*sizes, "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters"):
+        layers[name] = getattr(drafter.config, name)
+    named: dict[str, Any] = {
+        "mask_token_id": mask,
+        "aux_hidden_state_layer_ids": [1],
+        "sample_from_anchor": True,
+    }
+    return saved, save_speculators(directory / "drafter", layers, tensors, ids, **named)
 
 
 def drafted(runner: BlockRunner, cache: Any, token_id: int, num: int) -> list[int]:
     """Greedy drafts after a token that follows the cache, which keeps its length."""
     length = cache.length
-    states = runner.draft([cache], [token_id])
+    states = runner.block_states([cache], [token_id])
     cache.truncate(length)
-    found: list[int] = runner.logits(states[0, 1:]).argmax(dim=-1).tolist()
+    found: list[int] = runner.logits(states[0]).argmax(dim=-1).tolist()
     return found[:num]
 
 

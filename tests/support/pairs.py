@@ -40,7 +40,7 @@ def _negate(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def markov_model(scale: float = 1.0, shift: int = 0) -> PreTrainedModel:
+def markov_model(scale: float = 1.0, shift: int = 0, num_layers: int = 1) -> PreTrainedModel:
     """A model whose distribution depends on the last token alone: attention and MLP write nothing.
 
     Args:
@@ -48,7 +48,11 @@ def markov_model(scale: float = 1.0, shift: int = 0) -> PreTrainedModel:
         shift: each token has the logit of the one so many ids before it.
     """
     model = tiny_models.build(
-        "llama", seed=5, vocab_size=MARKOV_VOCAB_SIZE, num_hidden_layers=1, max_position_embeddings=4096
+        "llama",
+        seed=5,
+        vocab_size=MARKOV_VOCAB_SIZE,
+        num_hidden_layers=num_layers,
+        max_position_embeddings=4096,
     )
     with torch.no_grad():
         for layer in model.model.layers:

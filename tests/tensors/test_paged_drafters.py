@@ -153,8 +153,8 @@ def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
         runner.forward([Feed(pieces, tokens[12:]), Feed(other, [4])])
         assert drafted(pieces) == expected
         if isinstance(runner, BlockRunner):
-            states = runner.draft([other, pieces], [9, 3])
-            assert runner.logits(states[1, 1:]).argmax(dim=-1).tolist() == expected
+            states = runner.block_states([other, pieces], [9, 3])
+            assert runner.logits(states[1]).argmax(dim=-1).tolist() == expected
     runner.pool.check_integrity()
 
 
@@ -189,7 +189,7 @@ def test_the_end_of_the_context(drafter: Drafter) -> None:
     with drafter.runner.new_sequence() as cache:
         drafter.runner.forward([Feed(cache, [1] * length)])
         with pytest.raises(ContextLengthError):
-            drafter.runner.draft([cache], [1])
+            drafter.runner.block_states([cache], [1])
         assert cache.length == length
 
 
@@ -234,32 +234,63 @@ def test_block_drafters_of_other_targets(overrides: Any, problem: str, tmp_path:
         block.load(saved, load_model(target, dtype="float32"))
 
 
-def test_a_published_block_drafter_computes_what_a_straight_implementation_does(tmp_path: Path) -> None:
-    """In files as z-lab's; after the target's tokens in chunks."""
-    target, saved = save_target(tmp_path / "target"), blocks.save_published(tmp_path / "drafter")
+@pytest.mark.parametrize("layout", ["z-lab", "speculators", "from the anchor"])
+def test_a_published_block_drafter_computes_what_a_straight_implementation_does(
+    layout: str, tmp_path: Path
+) -> None:
+    """After the target's tokens in chunks. speculators' has embeddings of its own, and logits of half of the
+    target's tokens, from the place of the last token on if its config says so."""
+    target = save_target(tmp_path / "target", num_hidden_layers=3)
+    ids: Any = slice(None) if layout == "z-lab" else [*blocks.DRAFTED]
+    given = {"sample_from_anchor": True} if layout == "from the anchor" else {}
+    saved = blocks.save_published(
+        tmp_path / "drafter", "z-lab" if layout == "z-lab" else "speculators", **given
+    )
     model = load_model(target, dtype="float32")
     runner = BlockRunner(model, block.load(saved, model), num_pages=64, page_size=4)
     with runner.new_sequence() as cache:
         runner.forward([Feed(cache, PROMPT[:3])])
         runner.forward([Feed(cache, PROMPT[3:-1])])
-        found = runner.logits(runner.draft([cache], PROMPT[-1:])[0, 1:])
-    expected = blocks.straight_logits(target, blocks.published_tensors(), PROMPT, 7)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        found = runner.logits(runner.block_states([cache], PROMPT[-1:])[0])
+    tensors = blocks.published_tensors(target_ids=() if layout == "z-lab" else ids)
+    expected = blocks.straight_logits(target, tensors, PROMPT, 7)[0 if given else 1 :]
+    torch.testing.assert_close(found[:, ids], expected, atol=1e-4, rtol=0)
+    assert found.isfinite().sum() == expected.numel(), "no other token has a logit"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("layout", "overrides", "problem"),
     [
-        ({"dflash_config": {"selector_rank": 8, "conv_kernel_size": None}}, "selector_rank is not supported"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers of a block drafter"),
-        ({"attention_bias": True}, "attention_bias and is_causal are not supported"),
-        ({"dflash_config": {"target_layer_ids": None}}, "dflash_config has no target_layer_ids"),
+        ("z-lab", {"dflash_config": {"selector_rank": 8, "conv_kernel_size": None}}, "selector_rank is not"),
+        (
+            "z-lab",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "sliding layers of a block draft",
+        ),
+        ("z-lab", {"attention_bias": True}, "attention_bias and is_causal are not supported"),
+        ("z-lab", {"dflash_config": {"target_layer_ids": None}}, "its config has no target_layer_ids"),
+        ("speculators", {"layers": {"layer_types": ["sliding_attention"] * 2}}, "sliding layers of a block"),
+        ("speculators", {"layers": {"model_type": "llama"}}, "its layers are of type 'llama', and not qwen3"),
+        ("speculators", {"layers": {"vocab_size": 50}}, "is for a vocabulary of 50, and the target has 97"),
+        ("speculators", {"aux_hidden_state_layer_ids": [0, 1]}, "reads what layers give, not embeddings"),
+        ("speculators", {"aux_hidden_state_layer_ids": [1, 3]}, "aux_hidden_state_layer_ids 3: no layer"),
+        ("speculators", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids None is no block"),
+        ("speculators", {"transformer_layer_config": None}, "its config has no transformer_layer_config"),
+        ("speculators", {"block_size": 1}, "block_size 1 leaves no room for a draft token"),
+        ("speculators", {"mask_token_id": None}, "its config has no mask_token_id"),
+        ("speculators", {"target_hidden_size": 64}, "target_hidden_size 64 is not the hidden_size"),
+        ("speculators", {"draft_vocab_size": 5}, r"lm_head.weight is \[48, 32\], and not \[5, 32\]"),
+        ("speculators", {"without": "d2t"}, "lacks d2t, for 48 of 97 tokens"),
+        ("speculators", {"without": "embed_tokens.weight"}, "lacks embed_tokens.weight"),
     ],
 )
-def test_published_block_drafters_that_are_refused(overrides: Any, problem: str, tmp_path: Path) -> None:
-    saved = blocks.save_published(tmp_path / "drafter", **overrides)
+def test_published_block_drafters_that_are_refused(
+    layout: str, overrides: Any, problem: str, tmp_path: Path
+) -> None:
+    saved = blocks.save_published(tmp_path / "drafter", layout, **overrides)
+    target = save_target(tmp_path / "target", num_hidden_layers=3)
     with pytest.raises(ModelLoadError, match=problem):
-        block.load(saved, load_model(save_target(tmp_path / "target"), dtype="float32"))
+        block.load(saved, load_model(target, dtype="float32"))
 
 
 @pytest.mark.parametrize("layout", eagles.LAYOUTS)
@@ -349,12 +380,8 @@ def test_what_eagle3_reads_by_default() -> None:
 
 def test_control_states_of_others_are_refused(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at loading notices layers that read a token's own state, and blocks of layers in disorder."""
-    own = BlockRunner._note
-
-    def swapped(self: BlockRunner, number: int, *args: Any) -> None:
-        own(self, 1 - number, *args)
-
-    monkeypatch.setattr(BlockRunner, "_note", swapped)
+    taken = BlockRunner._taken
+    monkeypatch.setattr(BlockRunner, "_taken", lambda runner: taken(runner)[::-1])
     for module in (mtp, eagle3):
         monkeypatch.setattr(module, "previous_slots", lambda batch: batch.slots)
     with pytest.raises(ModelLoadError, match="self-check failed"):

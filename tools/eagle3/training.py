@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specwire.engine.heads.files import replace_file
+from specwire.engine.model.drafter import bare_rows
 from specwire.engine.model.eagle3 import Eagle3, read_settings
 from specwire.support import IntArray
 from tools.eagle3.config import TrainEagle3Config
@@ -44,8 +45,8 @@ def train(config: TrainEagle3Config, bar: Bar) -> Path:
         ModelLoadError: the target cannot be loaded, or has no tokenizer.
     """
     model, text, of = prepared(config, _WINDOW)
-    made = _config(model, config.draft_vocab_size)
-    drafter = _new(model, made, _most_frequent(text, made["vocab_size"], made["draft_vocab_size"]))
+    made = layer_config(model, config.draft_vocab_size)
+    drafter = untrained(model, made, _most_frequent(text, made["vocab_size"], made["draft_vocab_size"]))
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     name = f"{of} {text_name(text)} {config.depth} {config.steps} {made['draft_vocab_size']}"
@@ -61,7 +62,7 @@ def train(config: TrainEagle3Config, bar: Bar) -> Path:
     return out
 
 
-def _config(model: Any, draft_vocab_size: int) -> dict[str, Any]:
+def layer_config(model: Any, draft_vocab_size: int) -> dict[str, Any]:
     """One Llama layer as wide as the target, reading three of its states."""
     text = model.config.get_text_config(decoder=True)
     size, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
@@ -92,11 +93,12 @@ def _most_frequent(text: IntArray, vocab_size: int, most: int) -> Tensor:
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int64))
 
 
-def _new(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:
+def untrained(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:
+    """At random, with the target's output layer for these tokens; `made` as of `layer_config`."""
     torch.manual_seed(0)
     settings = read_settings(made, model.config.get_text_config(decoder=True))
     drafter = Eagle3(settings, has_embedding=False)
-    drafter.target_ids, drafter.embedding = target_ids, model.get_input_embeddings().weight.detach()
+    drafter.target_ids, drafter.embedding = target_ids, bare_rows(model.get_input_embeddings())
     with torch.no_grad():
         drafter.lm_head.weight.copy_(model.get_output_embeddings().weight[target_ids])
     return drafter

@@ -76,7 +76,7 @@ def _footprint(files: Files) -> _Footprint | None:
     model = files.model
     tensors = [
         each for path in sorted(files.directory.glob("*.safetensors")) for each in _tensors(files, path)
-    ]
+    ] or [*_pickled(files)]
     if not tensors:
         return None
     is_quantised = "quantization_config" in files.config
@@ -169,6 +169,15 @@ def _tensors(files: Files, path: Path) -> Iterator[_Tensor]:
     for each in tensors:
         begin, end = each["data_offsets"]
         yield _Tensor(each["dtype"], math.prod(each["shape"]), end - begin)
+
+
+def _pickled(files: Files) -> Iterator[_Tensor]:
+    """The weights of files without headers, taken for tensors of the config's dtype, if it names one."""
+    dtype = str(files.config.get("dtype") or files.config.get("torch_dtype"))
+    for path in files.directory.glob("pytorch_model*.bin"):
+        size = path.stat().st_size
+        stored = next((name for name, known in _FORMATS.items() if known == dtype), "")
+        yield _Tensor(stored, size // _WIDTHS.get(dtype, 1), size)
 
 
 def gigabytes(num_bytes: int) -> str:

@@ -118,8 +118,8 @@ def find(model: Model) -> Files | None:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part about the language model."""
-    found = config.get("text_config")
+    """The part about the language model, or about the layers of a drafter."""
+    found = config.get("text_config") or config.get("transformer_layer_config")
     return found if isinstance(found, dict) else config
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
 from specwire.config.models import NO_DRAFT
+from specwire.config.own_methods import DIR, OWN_METHODS
 from specwire.config.preflight import machine, memory, models, pairs
 from specwire.config.preflight.models import Model
 from specwire.config.services import CoordinatorConfig, DraftConfig, ModelServiceConfig, VerifyConfig
@@ -64,7 +66,9 @@ def needs_of(config: Any) -> Needs:
 
 @needs_of.register
 def _(config: StackConfig) -> Needs:
-    target = replace(_served(config.verify(), config.replicas), name="target", device=config.device)
+    verify = config.verify()
+    target = replace(_served(verify, config.replicas), name="target", device=config.device)
+    beside = [replace(each, name="draft") for each in _beside(verify, target)]
     draft = Model(
         name="draft",
         source=config.draft_model,
@@ -82,7 +86,7 @@ def _(config: StackConfig) -> Needs:
             (config.http_flags, config.http_address),
             *((("metrics_address",), each) for each in config.metrics_addresses),
         ],
-        models=[target, *([draft] if has_draft else []), *_inner("draft", config.inner)],
+        models=[target, *beside, *([draft] if has_draft else []), *_inner("draft", config.inner)],
         pair=[target, draft] if has_draft and not config.target_tokenizer else [],
     )
 
@@ -101,7 +105,8 @@ def _(config: VerifyConfig) -> Needs:
     if config.draft_model:
         named = replace(target, name="draft_model", source=config.draft_model, dtype=config.draft_dtype)
         drafts = [replace(named, is_draft=True, max_model_len=0)]
-    return Needs(addresses=addresses, models=[target, *drafts], pair=[target, *drafts])
+    models = [target, *drafts, *_beside(config, target)]
+    return Needs(addresses=addresses, models=models, pair=[target, *drafts])
 
 
 @needs_of.register
@@ -141,6 +146,15 @@ def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:
         num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
         max_model_len=config.max_model_len,
     )
+
+
+def _beside(config: VerifyConfig, target: Model) -> list[Model]:
+    """What a target loads from a directory to draft with by itself, besides a draft model."""
+    source, directory = config.own
+    takes = OWN_METHODS[source].argument if source in OWN_METHODS else ""
+    if takes != DIR or not Path(directory).is_dir():
+        return []
+    return [replace(target, name=source, source=directory, max_model_len=0)]
 
 
 def _inner(name: str, inner: str) -> list[Model]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch
-from specwire.engine.device import Decide
+from specwire.engine.device import Decide, DraftQuery, DraftShape
 
 
 class RankLocation(NamedTuple):
@@ -54,6 +54,7 @@ class Loaded(NamedTuple):
         vocab_size: width of the logits.
         num_embeddings: number of token ids that the model can read.
         num_pages: of the KV cache.
+        draft_shape: of what drafts on the ranks, if anything does.
         warning: for the service's log; empty for none.
     """
 
@@ -62,22 +63,26 @@ class Loaded(NamedTuple):
     vocab_size: int
     num_embeddings: int
     num_pages: int
+    draft_shape: DraftShape | None
     warning: str = ""
 
 
 class StepCommand(NamedTuple):
-    """One step.
+    """One step: a pass of the model, or of what drafts beside it.
 
     Attributes:
         number: counts the steps of a group, so that a missed one is detected.
+        batch: None of passes of a draft that appends nothing.
         question: None when no logits are wanted.
         decide: called by rank 0 with question and logits.
+        query: of a pass of the draft.
     """
 
     number: int
-    batch: Batch
+    batch: Batch | None
     question: Any
     decide: Decide
+    query: DraftQuery | None = None
 
 
 class StepAnswer(NamedTuple):

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from specwire.config.services import ModelServiceConfig
+from specwire.engine.boot import model_directory
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import RankConnection
 from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
 from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
-from specwire.engine.model import memory
+from specwire.engine.model import memory, own
 from specwire.engine.model.graphs import make_replay
-from specwire.engine.model.runner import ModelRunner
 
 
 class Rank:
@@ -55,10 +55,11 @@ class Rank:
         replay = None
         if one := make_replay(config, model.device):
             replay = AgreedReplay(one, control.substore(store, "replay"), self._rank, assignment.num_ranks)
-        self._runner = ModelRunner(
+        self._runner = own.make_runner(
+            config,
+            model_directory(assignment.source),
             model,
             num_pages=_num_pages(config, model),
-            page_size=config.page_len,
             replay=replay,
             batch_invariant=config.batch_invariant,
         )
@@ -72,6 +73,7 @@ class Rank:
             vocab_size=self._runner.vocab_size,
             num_embeddings=self._runner.num_embeddings,
             num_pages=self._runner.pool.num_pages,
+            draft_shape=self._runner.draft_shape,
             warning=f"steps run without CUDA graphs: {replay.problem}" if replay and replay.problem else "",
         )
 
@@ -107,10 +109,17 @@ class Rank:
         while (command := pickle.loads(self._connection.receive())) is not None:
             if command.number != number:
                 raise RuntimeError(f"rank {self._rank} received step {command.number} instead of {number}")
-            logits = self._runner.compute(command.batch)
+            logits = self._computed(command)
             if self._rank == 0:
                 self._connection.answer(pickle.dumps(_answer(command, logits), pickle.HIGHEST_PROTOCOL))
             number += 1
+
+    def _computed(self, command: StepCommand) -> Tensor:
+        """What drafts is on every rank, and reads what the ranks' model shows all of them."""
+        if command.query is not None:
+            return self._runner.draft(command.batch, command.query)
+        assert command.batch is not None
+        return self._runner.compute(command.batch)
 
 
 def _answer(command: StepCommand, logits: Tensor) -> StepAnswer:

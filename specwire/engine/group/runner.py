@@ -13,7 +13,7 @@ from typing import Any
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import Decide, DeviceLostError
+from specwire.engine.device import Decide, DeviceLostError, DraftQuery
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import DriverConnections
 from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
@@ -43,7 +43,7 @@ class GroupRunner:
         ConfigError, ServiceUnavailableError: no devices; see `Placement`.
 
     Attributes:
-        pool, vocab_size: see `ModelRunner`.
+        pool, vocab_size, context_len, draft_shape: see `ModelRunner`.
         description: see `loading.describe`.
         on_loss: called on a thread of its own when a rank was lost.
     """
@@ -78,7 +78,8 @@ class GroupRunner:
         self._packer = Packer(
             self.pool, loaded.num_embeddings, loaded.context_len, batch_invariant=config.batch_invariant
         )
-        self.vocab_size = loaded.vocab_size
+        self.vocab_size, self.context_len = loaded.vocab_size, loaded.context_len
+        self.draft_shape = loaded.draft_shape
         self.description = loaded.description
 
     def new_sequence(self) -> SequenceCache:
@@ -89,6 +90,13 @@ class GroupRunner:
         """See `device.Runner`; errors of the feeds as for `Packer.packed`."""
         with self._packer.packed(feeds) as batch:
             return self._group.step(batch, question, decide)
+
+    def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
+        """See `DraftingRunner`."""
+        if not feeds:
+            return self._group.step(None, question, decide, query)
+        with self._packer.packed(feeds) as batch:
+            return self._group.step(batch, question, decide, query)
 
     @property
     def locations(self) -> list[RankLocation]:
@@ -198,7 +206,9 @@ class _Group:
         )
         self._watcher.start()
 
-    def step(self, batch: Batch, question: Any, decide: Decide) -> Any:
+    def step(
+        self, batch: Batch | None, question: Any, decide: Decide, query: DraftQuery | None = None
+    ) -> Any:
         """One step on all ranks.
 
         Raises:
@@ -206,7 +216,8 @@ class _Group:
             RuntimeError: `decide` failed; the group can run further steps.
         """
         self.check()
-        message = pickle.dumps(StepCommand(self._number, batch, question, decide), pickle.HIGHEST_PROTOCOL)
+        command = StepCommand(self._number, batch, question, decide, query)
+        message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         try:
             self._connections.send(message)
             answer: StepAnswer = pickle.loads(self._connections.receive_answer())

@@ -206,15 +206,17 @@ def _gathered(module: nn.Module, product: Forward) -> Forward:
 
 def _summed_embedding(module: nn.Module, lookup: Forward) -> Forward:
     """Row-wise embedding: the rank that has a token looks it up, the others contribute zeros, whose order is
-    of no matter."""
+    of no matter. Drafters read rows without what a model's own class does to them: `bare_rows`."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
     first: int = module.first_row  # type: ignore[assignment]
-    num_rows = module.weight.shape[0]  # type: ignore[index]
 
-    def forward(token_ids: Tensor) -> Tensor:
+    def summed(look_up: Forward, token_ids: Tensor) -> Tensor:
         rows = token_ids - first
-        elsewhere = (rows < 0) | (rows >= num_rows)
-        output = lookup(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        elsewhere = (rows < 0) | (rows >= len(weight))
+        output = look_up(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
         dist.all_reduce(output)
         return output
 
-    return forward
+    bare_rows = partial(nn.functional.embedding, weight=weight)
+    module.bare_rows = partial(summed, bare_rows)  # type: ignore[assignment]
+    return partial(summed, lookup)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from specwire.core import ModelInfo
 from specwire.engine.heads import files
 from specwire.engine.heads.files import HeadsConfig
 from specwire.errors import ModelLoadError
@@ -90,14 +89,6 @@ class Heads:
         self._target, self._dtype = target, dtype
         self._output_dtype = target.output.weight.dtype
 
-    def __len__(self) -> int:
-        return len(self._heads)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the target's logits."""
-        return int(self._target.output.weight.shape[0])
-
     def advance(self, states: Tensor, token_ids: Tensor, depth: int) -> Tensor:
         """The states after one more token.
 
@@ -117,7 +108,7 @@ class Heads:
         return found
 
 
-def check_target(config: HeadsConfig, directory: Path, info: ModelInfo, state_size: int) -> None:
+def check_target(config: HeadsConfig, directory: Path, name: str, fingerprint: str, state_size: int) -> None:
     """Refuse heads that were trained for another model.
 
     Raises:
@@ -125,23 +116,26 @@ def check_target(config: HeadsConfig, directory: Path, info: ModelInfo, state_si
     """
     if config.state_size != state_size:
         raise ModelLoadError(
-            f"{directory}: heads for states of {config.state_size}, and {info.name!r} has {state_size}"
+            f"{directory}: heads for states of {config.state_size}, and {name!r} has {state_size}"
         )
-    if config.target_fingerprint != info.weights_fingerprint:
+    if config.target_fingerprint != fingerprint:
         raise ModelLoadError(
             f"{directory}: heads of {config.target!r} ({config.target_fingerprint or 'no weights'}), not of "
-            f"{info.name!r} ({info.weights_fingerprint or 'no weights'})"
+            f"{name!r} ({fingerprint or 'no weights'})"
         )
 
 
-def load(directory: Path, model: Any, info: ModelInfo) -> Heads:
+def load(directory: Path, model: Any, name: str, fingerprint: str) -> Heads:
     """The heads in a directory, for this target.
+
+    Args:
+        name, fingerprint: of the target and its weights.
 
     Raises:
         ModelLoadError: there are none, they cannot be read, or they are another target's.
     """
     config = files.read_config(directory)
-    check_target(config, directory, info, model.get_output_embeddings().weight.shape[1])
+    check_target(config, directory, name, fingerprint, model.get_output_embeddings().weight.shape[1])
     weights = files.read_weights(directory, config)
     try:
         heads = [Head.of(weights, number) for number in range(config.num_heads)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from specwire.config.blocks import Block, parse_skip
 from specwire.config.fields import AUTO
-from specwire.core import ModelInfo
 from specwire.engine.heads.files import replace_file
 from specwire.errors import ConfigError, ModelLoadError
 
@@ -66,12 +65,13 @@ def read(path: Path) -> Found:
     return Found(**{name: given[name] for name in names})
 
 
-def chosen(layers: str, directory: Path, info: ModelInfo) -> tuple[Block, ...]:
+def chosen(layers: str, directory: Path, name: str, fingerprint: str) -> tuple[Block, ...]:
     """The blocks that `--layers` names.
 
     Args:
         layers: a list of blocks, a file, or `auto`.
         directory: of the target, where `auto` looks.
+        name, fingerprint: of the target and its weights.
 
     Raises:
         ModelLoadError: the file is not there, or is another target's.
@@ -82,10 +82,10 @@ def chosen(layers: str, directory: Path, info: ModelInfo) -> tuple[Block, ...]:
             return parse_skip("layers", layers)
         path = Path(layers) if is_file else directory / BESIDE
         found = read(path)
-        if found.target_fingerprint != info.weights_fingerprint:
+        if found.target_fingerprint != fingerprint:
             raise ModelLoadError(
                 f"{path}: blocks of {found.target!r} ({found.target_fingerprint or 'no weights'}), not of "
-                f"{info.name!r} ({info.weights_fingerprint or 'no weights'})"
+                f"{name!r} ({fingerprint or 'no weights'})"
             )
         return parse_skip("layers", found.skip)
     except ConfigError as error:

@@ -6,8 +6,9 @@
 Keys at p follow from tokens 0..p, as the target's own do, so they lie in the same pages; see `mtp`. They are
 computed in every pass of the target. A block is appended to the cache, and dropped again by the caller.
 
-The modules are transformers' own (`DFlashTokenCandidateGenerator` names what they read). Files that z-lab
-published are of the same modules under other names.
+The modules are transformers' own (`DFlashTokenCandidateGenerator` names what they read). Files that z-lab and
+speculators publish are of the same modules under other names; speculators' have embeddings and an output
+layer of their own, which may have some of the target's tokens only (`d2t`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, MuseGlimmerAssistantConfig, Qwen3Config
+from transformers import AutoModel, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
 from specwire.engine.attention import paged as attention
@@ -32,26 +33,52 @@ from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Feed, Segment
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
+from specwire.engine.model.drafter import NotingRunner, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
-from specwire.engine.model.runner import ModelRunner, num_embeddings
+from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
+from specwire.support import IntArray
 
 _CHECK_TOKENS = 10
 _NEEDS = ("block_size", "mask_token_id", "target_layer_ids")
 _NAMED, _BLOCK_SIZE, _FULL = "dflash_config", 16, "full_attention"
 """What a config of z-lab's has, the block that it means where it names none, and attention to all tokens."""
+_KIND, _LAYERS, _READ = "speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"
+"""What a config of speculators has. It names layers by the states that enter them."""
+_OWN = ("embed_tokens.weight", "lm_head.weight", "d2t")
+_UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors of speculators' files beside those of the layers, and those that the target or others have too."""
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act"),
 )
 """What both configs say under the same names."""
 _RENAMED = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
-"""z-lab's names of tensors, and transformers'."""
+"""Published names of tensors, and transformers'."""
 
 
-def load(source: str | os.PathLike[str], model: Any) -> Any:
+class BlockDrafter(NamedTuple):
+    """A block drafter of a target.
+
+    Attributes:
+        layers: transformers' module.
+        embedding: from token ids to what the layers read.
+        output: from their states to logits.
+        target_ids: int64, the target's ids of the tokens that have logits; None where these are all of its.
+        first: the place of a block with the first draft token's state: 1, or 0 that of the last token itself.
+    """
+
+    layers: Any
+    embedding: Any
+    output: Any
+    target_ids: Tensor | None = None
+    first: int = 1
+
+
+def load(source: str | os.PathLike[str], model: Any) -> BlockDrafter:
     """A block drafter for a loaded model.
 
     Raises:
@@ -60,13 +87,55 @@ def load(source: str | os.PathLike[str], model: Any) -> Any:
     source = os.fspath(source)
     with loading.errors_naming(source):
         dtype, given = str(model.dtype).removeprefix("torch."), _read_config(source)
-        published = {"config": published_config(given), "key_mapping": _RENAMED} if _NAMED in given else {}
-        drafter = loading.load_weights(source, dtype, kind=AutoModel, **published)
-        _check(drafter.config, model)
-        drafter = drafter.to(model.device)
-        pack_linears(drafter)
+        tensors: dict[str, Tensor] = {}
+        if _NAMED in given or _KIND in given:
+            config, tensors = published_config(given), read_tensors(Path(source))
+            rest = {name: each for name, each in tensors.items() if name not in (*_OWN, *_UNREAD)}
+            layers = loading.load_weights(
+                None,
+                dtype,
+                kind=MuseGlimmerAssistantModel,
+                config=config,
+                state_dict=rest,
+                key_mapping=_RENAMED,
+            )
+        else:
+            layers = loading.load_weights(source, dtype, kind=AutoModel)
+        layers = layers.to(model.device)
+        _check(layers.config, model)
+        if _KIND in given:
+            drafter = _with_own(layers, tensors, given, model)
+        else:
+            output = model.get_output_embeddings()
+            drafter = BlockDrafter(layers, _without_norm(model.get_input_embeddings()), output)
+        if layers.config.block_size <= drafter.first:
+            raise ModelLoadError(f"block_size {layers.config.block_size} leaves no room for a draft token")
+        pack_linears(layers)
         self_check(model, drafter)
     return drafter
+
+
+def _with_own(
+    layers: Any, tensors: Mapping[str, Tensor], given: Mapping[str, Any], model: Any
+) -> BlockDrafter:
+    """With embeddings and output layer of its file, which is speculators'."""
+    text, named = model.config.get_text_config(decoder=True), given[_LAYERS].get("vocab_size")
+    if named != text.vocab_size:
+        raise ModelLoadError(f"is for a vocabulary of {named}, and the target has {text.vocab_size}")
+    if layers.config.target_layer_ids[-1] == text.num_hidden_layers - 1:
+        raise ModelLoadError(f"{_READ} {text.num_hidden_layers}: no layer of the target reads these states")
+    size = given.get("draft_vocab_size") or named
+    shapes = {"embed_tokens.weight": (named, text.hidden_size), "lm_head.weight": (size, text.hidden_size)}
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ModelLoadError(f"lacks {name}")
+        if tensors[name].shape != shape:
+            raise ModelLoadError(f"{name} is {[*tensors[name].shape]}, and not {[*shape]}")
+    ids = target_ids(size, named, tensors.get("d2t"), num_embeddings(model)).to(model.device)
+    embed, project = (tensors[name].to(model.device, model.dtype) for name in shapes)
+    embedding = functools.partial(nn.functional.embedding, weight=embed)
+    output = functools.partial(nn.functional.linear, weight=project)
+    return BlockDrafter(layers, embedding, output, ids, first=0 if given.get("sample_from_anchor") else 1)
 
 
 def _read_config(source: str) -> dict[str, Any]:
@@ -76,20 +145,19 @@ def _read_config(source: str) -> dict[str, Any]:
 
 
 def published_config(given: Mapping[str, Any]) -> MuseGlimmerAssistantConfig:
-    """transformers' config of a drafter as z-lab publishes it: a config of Qwen3 with `dflash_config`.
+    """transformers' config of a drafter as z-lab publishes it, a config of Qwen3 with `dflash_config`, or as
+    speculators does.
 
     Raises:
         ModelLoadError: it computes what transformers' modules do not.
     """
-    own = dict(given[_NAMED])
-    inner: Any = Qwen3Config.from_dict({name: value for name, value in given.items() if name != _NAMED})
-    named = {name: own.pop(name, given.get(name)) for name in _NEEDS}
-    named["block_size"] = named["block_size"] or _BLOCK_SIZE
+    is_speculators = _KIND in given
+    named = _speculators_names(given) if is_speculators else _names(given)
     if lacking := [name for name, value in named.items() if value is None]:
-        raise ModelLoadError(f"dflash_config has no {', '.join(lacking)}")
-    if others := {name: value for name, value in own.items() if value is not None}:
-        raise ModelLoadError(f"dflash_config: {', '.join(others)} is not supported")
-    types = given.get("layer_types") or [_FULL] * inner.num_hidden_layers
+        raise ModelLoadError(f"its config has no {', '.join(lacking)}")
+    layers = given[_LAYERS] if is_speculators else {k: v for k, v in given.items() if k != _NAMED}
+    inner: Any = Qwen3Config.from_dict(dict(layers))
+    types = layers.get("layer_types") or [_FULL] * inner.num_hidden_layers
     if {*types} != {_FULL}:
         raise ModelLoadError(
             "layer_types: sliding layers of a block drafter see no later token, and would here"
@@ -98,6 +166,34 @@ def published_config(given: Mapping[str, Any]) -> MuseGlimmerAssistantConfig:
         raise ModelLoadError("attention_bias and is_causal are not supported in a block drafter")
     sizes = {name: getattr(inner, name) for name in _SIZES}
     return MuseGlimmerAssistantConfig(**sizes, **named, layer_types=types, dtype=given.get("dtype"))
+
+
+def _names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config of z-lab's says of `_NEEDS`."""
+    own = dict(given[_NAMED])
+    named = {name: own.pop(name, given.get(name)) for name in _NEEDS}
+    named["block_size"] = named["block_size"] or _BLOCK_SIZE
+    if others := {name: value for name, value in own.items() if value is not None}:
+        raise ModelLoadError(f"dflash_config: {', '.join(others)} is not supported")
+    return named
+
+
+def _speculators_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config of speculators says of `_NEEDS`."""
+    layers, read = given.get(_LAYERS) or {}, given.get(_READ)
+    if given[_KIND] != "dflash" or not read:
+        raise ModelLoadError(f"{_KIND} {given[_KIND]} with {_READ} {read} is no block drafter")
+    if not layers:
+        raise ModelLoadError(f"its config has no {_LAYERS}")
+    if min(read) < 1:
+        raise ModelLoadError(f"{_READ} {min(read)}: a block drafter reads what layers give, not embeddings")
+    kind, width = layers.get("model_type", "qwen3"), given.get("target_hidden_size")
+    if kind != "qwen3":
+        raise ModelLoadError(f"its layers are of type {kind!r}, and not qwen3")
+    if width not in (None, layers.get("hidden_size")):
+        raise ModelLoadError(f"target_hidden_size {width} is not the hidden_size of its layers")
+    # The states lie side by side from the first layer to the last.
+    return {**{name: given.get(name) for name in _NEEDS}, "target_layer_ids": [i - 1 for i in sorted(read)]}
 
 
 def _check(config: Any, model: Any) -> None:
@@ -114,7 +210,7 @@ def _check(config: Any, model: Any) -> None:
         raise ModelLoadError(f"its mask is token {config.mask_token_id}, which the target cannot read")
 
 
-def self_check(model: Any, drafter: Any) -> None:
+def self_check(model: Any, drafter: BlockDrafter) -> None:
     """Compare logits of a block through the engine, after chunks and a rollback, with the drafter's own.
 
     Raises:
@@ -122,84 +218,73 @@ def self_check(model: Any, drafter: Any) -> None:
     """
     attention.register()
     tokens = loading.check_ids(model, _CHECK_TOKENS)
-    size = drafter.config.block_size
+    size = drafter.layers.config.block_size
     runner = BlockRunner(model, drafter, num_pages=len(tokens) + size, page_size=4)
     first = len(tokens) // 2
     with runner.new_sequence() as cache:
         runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
         cache.truncate(first)
         runner.forward([Feed(cache, tokens[first:-1])])
-        found = runner.logits(runner.draft([cache], tokens[-1:])[0, 1:])
+        found = runner.logits(runner.block_states([cache], tokens[-1:])[0])
     runner.close()
-    loading.check_logits(model, found, _reference(model, drafter, runner, tokens))
+    columns = slice(None) if drafter.target_ids is None else drafter.target_ids  # the others have no logits
+    expected = _reference(model, drafter, runner, tokens)
+    loading.check_logits(model, found[:, columns], expected[:, columns])
 
 
 @torch.inference_mode()
-def _reference(model: Any, drafter: Any, runner: BlockRunner, tokens: Sequence[int]) -> Tensor:
-    """Logits [block_size - 1, vocab_size] after all tokens, as transformers computes them."""
-    for each in (model, drafter):
+def _reference(model: Any, drafter: BlockDrafter, runner: BlockRunner, tokens: Sequence[int]) -> Tensor:
+    """Logits [num_drafts, vocab_size] after all tokens, as transformers computes them."""
+    for each in (model, drafter.layers):
         each.set_attn_implementation("eager")
     try:
-        config, num_before = drafter.config, len(tokens) - 1
+        config, num_before = drafter.layers.config, len(tokens) - 1
         token_ids = torch.tensor([tokens], device=model.device)
         shown = model.get_decoder()(
             input_ids=token_ids[:, :-1], use_cache=False, output_hidden_states=True
         ).hidden_states
         cache = DFlashCache(config=config)
         cache.set_previous_accepted_tokens(num_before)
-        states = drafter(
+        states = drafter.layers(
             noise_embeds=runner.embedded(runner.block(tokens[-1:])),
             context_hidden_states=torch.cat([shown[i + 1] for i in config.target_layer_ids], dim=-1),
             position_ids=torch.arange(num_before + config.block_size, device=model.device)[None],
             past_key_values=cache,
         ).last_hidden_state
-        return runner.logits(states[0, 1:])
+        return runner.logits(states[0, drafter.first :])
     finally:
-        for each in (model, drafter):
+        for each in (model, drafter.layers):
             each.set_attn_implementation(attention.ATTENTION_NAME)
 
 
-class BlockRunner(ModelRunner):
+class BlockRunner(NotingRunner):
     """As `ModelRunner`; fills the pages for a block drafter, and runs it.
 
     Args:
         drafter: of the model.
 
     Attributes:
-        drafting: this runner, for what drafts with it; see `PacedRunner`.
-        block_size: the last token and draft tokens of a block.
         state_size: of a state.
     """
 
     def __init__(
-        self, model: Any, drafter: Any, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
+        self,
+        model: Any,
+        drafter: BlockDrafter,
+        *,
+        num_pages: int | Callable[[int, int], int],
+        page_size: int = 16,
     ) -> None:
-        self._drafter, config = drafter, drafter.config
-        self.block_size, self.state_size = config.block_size, config.hidden_size
-        self._mask, self._layer_ids = config.mask_token_id, config.target_layer_ids
-        self._embedding = _without_norm(model.get_input_embeddings())
-        self._seen: dict[
-            int, Tensor
-        ] = {}  # by layer, states of the latest pass, [1, num_tokens, hidden_size]
-        decoder = model.get_decoder()
-        self._noted = [
-            # transformers takes the last layer's states after the model's last norm.
-            (decoder if number == len(decoder.layers) - 1 else decoder.layers[number]).register_forward_hook(
-                functools.partial(self._note, number)
-            )
-            for number in self._layer_ids
-        ]
-        self.drafting = self
-        super().__init__(model, num_pages=num_pages, page_size=page_size)
-        self.attention_path = "views"
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-        for each in self._noted:
-            each.remove()
-
-    def _note(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._seen[number] = output if isinstance(output, Tensor) else output[0]
+        self._drafter, config = drafter, drafter.layers.config
+        self.state_size = config.hidden_size
+        self._masks = (config.mask_token_id,) * (config.block_size - 1)
+        self._drafted: Tensor  # of the latest blocks, [num_blocks, num_drafts, state_size]
+        self._blocks: IntArray = np.empty(0, np.int64)  # of each node since these
+        read = [number + 1 for number in config.target_layer_ids]  # its ids name layers by what they give
+        super().__init__(model, read, num_pages=num_pages, page_size=page_size)
+        num_drafted = self.vocab_size if drafter.target_ids is None else len(drafter.target_ids)
+        num_drafts = len(self._masks) + 1 - drafter.first
+        self.draft_shape = DraftShape(num_drafted, masks=self._masks, longest=num_drafts)
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
@@ -216,7 +301,7 @@ class BlockRunner(ModelRunner):
 
     def _run_context(self, positions: Tensor, packed: attention.Attend) -> None:
         """Run the drafter over the states of the latest pass, and one token that nothing reads."""
-        context = torch.cat([self._seen.pop(number) for number in self._layer_ids], dim=-1)
+        context = torch.cat(self._taken(), dim=-1)
         self._run_drafter(context.new_zeros(1, 1, self.state_size), context, positions, packed)
 
     def _run_drafter(
@@ -230,22 +315,33 @@ class BlockRunner(ModelRunner):
         num_missing = context.shape[1] + embedded.shape[1] - len(positions)
         positions = torch.cat([positions, positions[:num_missing]])
         with attention.running(packed):
-            states: Tensor = self._drafter(
+            states: Tensor = self._drafter.layers(
                 noise_embeds=embedded, context_hidden_states=context, position_ids=positions[None]
             ).last_hidden_state
         return states
 
     def block(self, token_ids: Sequence[int]) -> list[int]:
-        """Each token and as many masks as there are draft tokens in a block."""
-        return [each for token_id in token_ids for each in (token_id, *[self._mask] * (self.block_size - 1))]
+        """Each token, and the masks of a block."""
+        return [each for token_id in token_ids for each in (token_id, *self._masks)]
 
     def embedded(self, token_ids: Sequence[int]) -> Tensor:
         """[1, num_tokens, hidden_size], as the drafter reads tokens."""
-        found: Tensor = self._embedding(to_device(np.array(token_ids, np.int64), self.device))[None]
+        found: Tensor = self._drafter.embedding(to_device(np.array(token_ids, np.int64), self.device))[None]
         return found
 
+    def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
+        """See `ModelRunner`: all blocks in one pass, before the first candidates."""
+        if batch is not None:
+            self._drafted = self._run_blocks(batch, query.token_ids.tolist())
+            self._blocks = found = np.arange(len(query.rows))
+        else:
+            found = self._blocks[query.rows]
+            self._blocks = np.concatenate([self._blocks, found])
+        at = to_device(found, self.device), to_device(query.depths, self.device)
+        return self.logits(self._drafted[at])
+
     @torch.inference_mode()
-    def draft(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
+    def block_states(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
         """Append a block to each cache, without the target: keys and values of its layers are not there.
 
         Args:
@@ -253,7 +349,7 @@ class BlockRunner(ModelRunner):
             token_ids: [n], these.
 
         Returns:
-            [n, block_size, state_size]; the logits of draft token k, from 1, are computed from the k-th.
+            [n, num_drafts, state_size], which the logits of each draft token are computed from.
 
         Raises:
             ResourceExhaustedError, ContextLengthError: there is no room for a block; all caches have the
@@ -261,19 +357,23 @@ class BlockRunner(ModelRunner):
         """
         feeds = [Feed(cache, self.block([last])) for cache, last in zip(caches, token_ids, strict=True)]
         with self._packer.packed(feeds) as batch:
-            self._copy(batch)
-            slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
-            packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
-            embedded = self.embedded(self.block(token_ids))
-            context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
-            states = self._run_drafter(embedded, context, positions, packed)
-        return states.view(len(caches), self.block_size, -1)
+            return self._run_blocks(batch, token_ids)
+
+    def _run_blocks(self, batch: Batch, token_ids: Sequence[int]) -> Tensor:
+        self._copy(batch)
+        slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
+        packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
+        embedded = self.embedded(self.block(token_ids))
+        context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
+        states = self._run_drafter(embedded, context, positions, packed)
+        return states.view(len(token_ids), len(self._masks) + 1, -1)[:, self._drafter.first :]
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
-        output = self.model.get_output_embeddings()
-        logits: Tensor = output(states.to(self.model.dtype)).float()
+        """Float32 [n, vocab_size]; -inf for tokens that are never drafted, or that the target cannot read."""
+        logits: Tensor = self._drafter.output(states.to(self.model.dtype)).float()
+        if self._drafter.target_ids is not None:
+            return self._spread(logits, self._drafter.target_ids)
         logits[:, self.num_embeddings :] = float("-inf")
         return logits
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
@@ -34,10 +33,12 @@ from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Feed
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
+from specwire.engine.model.drafter import NodeStates, NotingRunner, bare_rows, read_tensors, target_ids
 from specwire.engine.model.mtp import MtpBatch, previous_slots, without_first
 from specwire.engine.model.packing import pack_linears
-from specwire.engine.model.runner import ModelRunner, num_embeddings
+from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
 
@@ -199,11 +200,11 @@ class Eagle3(nn.Module):
 
     Attributes:
         target_ids: int64 [draft_vocab_size], of its own ids.
-        embedding: [vocab_size, size], its own or the target's.
+        embedding: from token ids to rows of its own embedding or the target's, which ranks may share.
     """
 
     target_ids: Tensor
-    embedding: Tensor
+    embedding: Callable[[Tensor], Tensor]
 
     def __init__(self, settings: Settings, *, has_embedding: bool) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ class Eagle3(nn.Module):
         return self.norm(found) if self.settings.norm_output else found
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        return nn.functional.embedding(token_ids, self.embedding)
+        return self.embedding(token_ids)
 
     def _rotary(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """A state and the token after it have the position of the state."""
@@ -281,9 +282,10 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
             drafter = Eagle3(settings, has_embedding=own)
         _fill(drafter, tensors, model.dtype)
         drafter = drafter.to(model.device).eval().requires_grad_(False)
-        drafter.target_ids = _target_ids(settings, offsets, num_embeddings(model)).to(model.device)
+        sizes = settings.draft_vocab_size, settings.layer.vocab_size
+        drafter.target_ids = target_ids(*sizes, offsets, num_embeddings(model)).to(model.device)
         shared = drafter.embed_tokens or model.get_input_embeddings()
-        drafter.embedding = shared.weight.detach()  # no parameter of its own
+        drafter.embedding = bare_rows(shared)  # no parameter of its own
         pack_linears(drafter)
         self_check(model, drafter)
     return drafter
@@ -291,16 +293,9 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
 
 def _read_tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of its files, with the layer's under one name."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    for path in () if found else sorted(directory.glob("pytorch_model*.bin")):
-        found |= torch.load(path, map_location="cpu", weights_only=True)
-    if not found:
-        raise ModelLoadError("no *.safetensors and no pytorch_model*.bin in this directory")
     return {
         name.removeprefix("model.").replace("midlayer.", "layer.").replace("layers.0.", "layer."): tensor
-        for name, tensor in found.items()
+        for name, tensor in read_tensors(directory).items()
         if name not in _UNREAD and not name.endswith("rotary_emb.inv_freq")
     }
 
@@ -323,21 +318,6 @@ def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
             shapes = f"{[*tensor.shape]}, and not {[*wanted[name].shape]}"
             raise ModelLoadError(f"{name} is {shapes}")
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
-
-
-def _target_ids(settings: Settings, offsets: Tensor | None, num_known: int) -> Tensor:
-    """The target's id of each of the drafter's, int64 [draft_vocab_size]."""
-    size = settings.draft_vocab_size
-    if offsets is None:
-        if size != settings.layer.vocab_size:
-            raise ModelLoadError(f"lacks d2t, for {size} of {settings.layer.vocab_size} tokens")
-        offsets = torch.zeros(size, dtype=torch.int64)
-    if offsets.shape != (size,):
-        raise ModelLoadError(f"d2t is {[*offsets.shape]}, and not [{size}]")
-    found = torch.arange(size) + offsets.to(torch.int64)
-    if int(found.min()) < 0 or int(found.max()) >= num_known or len({*found.tolist()}) < size:
-        raise ModelLoadError(f"d2t does not lead to {size} different ids of the target's {num_known}")
-    return found
 
 
 def self_check(model: Any, drafter: Eagle3) -> None:
@@ -399,44 +379,23 @@ class _Whole:
         return found.transpose(1, 2)
 
 
-class Eagle3Runner(ModelRunner):
+class Eagle3Runner(NotingRunner):
     """As `ModelRunner`; fills the pages for EAGLE-3, and runs it.
 
     Args:
         drafter: of the model.
-
-    Attributes:
-        drafting: this runner, for what drafts with it; see `PacedRunner`.
-        draft_vocab_size: tokens that are ever drafted.
     """
 
     def __init__(
         self, model: Any, drafter: Eagle3, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
     ) -> None:
-        self._drafter, self.draft_vocab_size = drafter, drafter.settings.draft_vocab_size
-        self._seen: dict[int, Tensor] = {}  # by layer, what entered it in the latest pass
-        layers = model.get_decoder().layers
-        self._noted = [
-            layers[number].register_forward_pre_hook(functools.partial(self._note, number), with_kwargs=True)
-            for number in drafter.settings.layer_ids
-        ]
-        self.drafting = self
-        super().__init__(model, num_pages=num_pages, page_size=page_size)
-        self.attention_path = "views"
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-        for each in self._noted:
-            each.remove()
-
-    def _note(self, number: int, module: nn.Module, args: Any, keywords: Any) -> None:
-        self._seen[number] = args[0] if args else keywords["hidden_states"]
+        self._drafter, self._nodes = drafter, NodeStates()
+        self.draft_shape = DraftShape(drafter.settings.draft_vocab_size)
+        super().__init__(model, drafter.settings.layer_ids, num_pages=num_pages, page_size=page_size)
 
     def _reduced(self) -> Tensor:
         """Of the latest pass, [num_tokens, size]."""
-        return self._drafter.reduced(
-            [self._seen.pop(number)[0] for number in self._drafter.settings.layer_ids]
-        )
+        return self._drafter.reduced([each[0] for each in self._taken()])
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
@@ -466,6 +425,11 @@ class Eagle3Runner(ModelRunner):
         self._layers[self._drafter.layer.self_attn].write(slots, key, value)
         return logits
 
+    def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
+        """See `ModelRunner`."""
+        assert batch is not None
+        return self.logits(self._nodes.add(query, self._advance(batch, self._nodes.before(query))))
+
     @torch.inference_mode()
     def advance(self, feeds: Sequence[Feed], states: Tensor | None) -> Tensor:
         """Append tokens to caches, without the target: keys and values of its layers are not there.
@@ -483,20 +447,21 @@ class Eagle3Runner(ModelRunner):
                 they had before.
         """
         with self._packer.packed(feeds) as batch:
-            self._copy(batch)
-            slots, before, token_ids, positions = (
-                to_device(part, self.device)
-                for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
-            )
-            given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
-            _, segments = without_first(batch, 1)
-            packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
-            found: Tensor = self._drafter(given, token_ids, positions, packed)
-            return found
+            return self._advance(batch, states)
+
+    def _advance(self, batch: Batch, states: Tensor | None) -> Tensor:
+        self._copy(batch)
+        slots, before, token_ids, positions = (
+            to_device(part, self.device)
+            for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
+        )
+        given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
+        _, segments = without_first(batch, 1)
+        packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+        found: Tensor = self._drafter(given, token_ids, positions, packed)
+        return found
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """Float32 [n, vocab_size]; -inf for tokens that are never drafted."""
-        logits = self._drafter.logits(states)
-        found = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-        return found.index_copy_(1, self._drafter.target_ids, logits)
+        return self._spread(self._drafter.logits(states), self._drafter.target_ids)

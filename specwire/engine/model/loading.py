@@ -186,10 +186,11 @@ def placement(config: Any, device: str) -> dict[str, Any]:
     return {"device_map": {"": device}} if on_device else {}
 
 
-def load_weights(source: str, dtype: str, *, kind: Any = AutoModelForCausalLM, **keywords: Any) -> Any:
+def load_weights(source: str | None, dtype: str, *, kind: Any = AutoModelForCausalLM, **keywords: Any) -> Any:
     """The model with every weight taken from the checkpoint; none may be initialised at random.
 
     Args:
+        source: directory or hub id; None where `keywords` have the weights.
         dtype: the name of a torch dtype, or `auto`.
         kind: what loads it, of transformers' auto classes.
         keywords: for `from_pretrained`.

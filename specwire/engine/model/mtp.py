@@ -31,7 +31,9 @@ from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Feed, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
+from specwire.engine.model.drafter import NodeStates
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
@@ -120,7 +122,6 @@ class MtpRunner(ModelRunner):
         mtp: of the model.
 
     Attributes:
-        drafting: this runner, for what drafts with it; see `PacedRunner`.
         state_size: of a state.
     """
 
@@ -129,10 +130,11 @@ class MtpRunner(ModelRunner):
     ) -> None:
         self._mtp = mtp
         self._latest: Tensor | None = None  # states of the latest pass, [num_tokens, state_size]
+        self._nodes = NodeStates()
         noted = model.get_decoder().register_forward_hook(self._note)
-        self.drafting = self
         super().__init__(model, num_pages=num_pages, page_size=page_size)
         self.attention_path = "views"
+        self.draft_shape = DraftShape(self.vocab_size)
         self._noted = noted
 
     def close(self) -> None:
@@ -171,6 +173,12 @@ class MtpRunner(ModelRunner):
         self._run_layers(batch, 0, None)
         return logits
 
+    def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
+        """See `ModelRunner`: chains that began together, so all nodes have one depth."""
+        assert batch is not None
+        found = self._advance(batch, int(query.depths[0]), self._nodes.before(query))
+        return self.logits(self._nodes.add(query, found))
+
     @torch.inference_mode()
     def advance(self, feeds: Sequence[Feed], depth: int, states: Tensor | None) -> Tensor:
         """Append one token to each cache, without the target: keys and values of its layers are not there.
@@ -186,8 +194,11 @@ class MtpRunner(ModelRunner):
             ResourceExhaustedError: the cache is full; all caches have the lengths that they had before.
         """
         with self._packer.packed(feeds) as batch:
-            self._copy(batch)
-            return self._run_layers(batch, min(depth, self.num_layers - 1), states)
+            return self._advance(batch, depth, states)
+
+    def _advance(self, batch: Batch, depth: int, states: Tensor | None) -> Tensor:
+        self._copy(batch)
+        return self._run_layers(batch, min(depth, self.num_layers - 1), states)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

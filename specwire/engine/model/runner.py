@@ -25,7 +25,7 @@ from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import RECURRENT_TYPES, Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import Decide
+from specwire.engine.device import Decide, DraftQuery, DraftShape
 from specwire.engine.layers.blocks import Blocks
 from specwire.engine.model import recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
@@ -66,7 +66,7 @@ class ModelRunner:
         replay: pad steps to a few sizes and capture them in this way; None runs each step as it is.
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
             other rows, and of whether it was decoded, verified or prefilled. A CPU needs no replay.
-        shows_states: return the hidden state behind each row of logits too, beside it.
+        shows_states: compute the hidden state behind each row of logits too, beside it.
         compiles: have torch's compiler fuse the layers when warming up.
 
     Raises:
@@ -77,14 +77,15 @@ class ModelRunner:
         vocab_size: width of the logits.
         num_embeddings: token ids that the model can read.
         context_len: maximum tokens of one sequence; None when the model names no limit.
-        drafting: what drafts of the target's own run on: a draft model beside this one, or this one; None
-            without any.
+        drafting: the runner of a draft model beside this one; None without any.
+        draft_shape: of what drafts on this device; only subclasses have it.
         attention_path: `views` on a CPU, else as in `Probe.attention_path`.
         kv_bytes_per_token: memory of a cached token in all layers.
         state_bytes: memory of a state of all recurrent layers; 0 without any.
     """
 
     drafting: Any = None
+    draft_shape: DraftShape | None = None
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class ModelRunner:
                 cache.truncate(0)
                 with self._packer.packed([Feed(cache, some, len(some))]) as batch:
                     found.append(self._run_packed(batch).float())
-        return torch.cat(found)
+        return torch.cat(found)[:, : self.vocab_size]
 
     @property
     def _num_tried(self) -> int:
@@ -312,8 +313,7 @@ class ModelRunner:
             feeds: sequences of this runner, each at most once.
 
         Returns:
-            float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor. With
-            states beside them, [sum of num_rows, vocab_size + state_size].
+            float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor.
 
         Raises:
             InvalidRequestError, ContextLengthError, ResourceExhaustedError, UnsupportedError: see
@@ -383,13 +383,16 @@ class ModelRunner:
         a cache has to be dropped again, before a pass of the whole model.
         """
         with self._packer.packed(feeds) as batch:
-            self._copy(batch)
-            steps = self._steps_without(left_out)
-            logits = steps.run(batch) if steps is not None else None
-            if logits is None:
-                with left_out.skipped():
-                    logits = self._run_packed(batch).float()
-            return logits
+            return self._compute_without(left_out, batch)
+
+    def _compute_without(self, left_out: Blocks, batch: Batch) -> Tensor:
+        self._copy(batch)
+        steps = self._steps_without(left_out)
+        logits = steps.run(batch) if steps is not None else None
+        if logits is None:
+            with left_out.skipped():
+                logits = self._run_packed(batch).float()
+        return logits
 
     def _steps_without(self, left_out: Blocks) -> PaddedSteps | None:
         """Padded steps of their own, where those of the whole model are padded."""
@@ -410,8 +413,20 @@ class ModelRunner:
         return None if question is None else decide(question, logits)
 
     @torch.inference_mode()
+    def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
+        """See `DraftingRunner`."""
+        if not feeds:
+            return decide(question, self.draft(None, query))
+        with self._packer.packed(feeds) as batch:
+            return decide(question, self.draft(batch, query))
+
+    def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
+        """The pass of the draft itself, of runners that have one; logits as of `run_draft`."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
-        """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size]."""
+        """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size], and the states."""
         self._copy(batch)
         return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
 

@@ -1,0 +1,128 @@
+"""What drafters of a target have in common: states of its layers, states of draft tokens, files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specwire.engine.device import DraftQuery
+from specwire.engine.model.runner import ModelRunner
+from specwire.errors import ModelLoadError
+from specwire.rule.transfer import to_device
+
+
+class NodeStates:
+    """The states after the nodes of proposals, as long as these grow: [num_nodes, state_size]."""
+
+    _states: Tensor
+
+    def before(self, query: DraftQuery) -> Tensor | None:
+        """Of each node's parent; None where proposals begin."""
+        return None if query.is_first else self._states[to_device(query.rows, self._states.device)]
+
+    def add(self, query: DraftQuery, found: Tensor) -> Tensor:
+        """The states after the nodes, which are returned."""
+        self._states = found if query.is_first else torch.cat([self._states, found])
+        return found
+
+
+class NotingRunner(ModelRunner):
+    """As `ModelRunner`; notes what enters some of the target's layers.
+
+    Args:
+        layer_ids: of these layers, in the order in which states are wanted; the number of layers stands for
+            what the last norm gives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layer_ids: Collection[int],
+        *,
+        num_pages: int | Callable[[int, int], int],
+        page_size: int,
+    ) -> None:
+        self._layer_ids = layer_ids
+        self._seen: dict[int, Tensor] = {}  # by layer, of the latest pass, [1, num_tokens, hidden_size]
+        decoder = model.get_decoder()
+        self._noted = [
+            decoder.layers[number].register_forward_pre_hook(
+                functools.partial(self._note_input, number), with_kwargs=True
+            )
+            if number < len(decoder.layers)
+            else decoder.register_forward_hook(functools.partial(self._note_output, number))
+            for number in layer_ids
+        ]
+        super().__init__(model, num_pages=num_pages, page_size=page_size)
+        self.attention_path = "views"
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for each in self._noted:
+            each.remove()
+
+    def _note_input(self, number: int, module: Any, args: Any, keywords: Any) -> None:
+        self._seen[number] = args[0] if args else keywords["hidden_states"]
+
+    def _note_output(self, number: int, module: Any, args: Any, output: Any) -> None:
+        self._seen[number] = output[0]
+
+    def _taken(self) -> list[Tensor]:
+        """The states of the latest pass, [1, num_tokens, hidden_size] of each layer."""
+        return [self._seen.pop(number) for number in self._layer_ids]
+
+    def _spread(self, logits: Tensor, target_ids: Tensor) -> Tensor:
+        """Logits of some of the target's tokens as float32 [n, vocab_size]; -inf for all others."""
+        found = logits.new_full((len(logits), self.vocab_size), float("-inf"), dtype=torch.float32)
+        return found.index_copy_(1, target_ids, logits.float())
+
+
+def bare_rows(embedding: Any) -> Callable[[Tensor], Tensor]:
+    """From token ids to rows of an embedding, without what a model's own class does to them."""
+    plain = functools.partial(torch.nn.functional.embedding, weight=embedding.weight.detach())
+    return getattr(embedding, "bare_rows", plain)  # of a rank, which has some of the rows
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory's files.
+
+    Raises:
+        ModelLoadError: there are none.
+    """
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    for path in () if found else sorted(directory.glob("pytorch_model*.bin")):
+        found |= torch.load(path, map_location="cpu", weights_only=True)
+    if not found:
+        raise ModelLoadError("no *.safetensors and no pytorch_model*.bin in this directory")
+    return found
+
+
+def target_ids(num_drafted: int, vocab_size: int, offsets: Tensor | None, num_known: int) -> Tensor:
+    """The target's id of each token that is drafted, int64 [num_drafted].
+
+    Args:
+        vocab_size: of the target, by the drafter's config.
+        offsets: `d2t`, from the drafter's ids to the target's; None if its file has none.
+        num_known: ids that the target can read.
+
+    Raises:
+        ModelLoadError: it does not lead to as many ids of the target's.
+    """
+    if offsets is None:
+        if num_drafted != vocab_size:
+            raise ModelLoadError(f"lacks d2t, for {num_drafted} of {vocab_size} tokens")
+        offsets = torch.zeros(num_drafted, dtype=torch.int64)
+    if offsets.shape != (num_drafted,):
+        raise ModelLoadError(f"d2t is {[*offsets.shape]}, and not [{num_drafted}]")
+    found = torch.arange(num_drafted) + offsets.to(torch.int64)
+    if int(found.min()) < 0 or int(found.max()) >= num_known or len({*found.tolist()}) < num_drafted:
+        raise ModelLoadError(f"d2t does not lead to {num_drafted} different ids of the target's {num_known}")
+    return found
