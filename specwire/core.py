@@ -496,7 +496,7 @@ class Timings(NamedTuple):
         forward_ns: its passes since its arrival.
         residence_ns: from its arrival until its answer was sent.
         stall_ns: between its passes.
-        ahead_ns: passes for it before it arrived; not part of the residence.
+        ahead_ns: passes for it, and for what follows it, before it arrived; not part of the residence.
     """
 
     queue_ns: int = 0

@@ -22,6 +22,7 @@ from specwire.core import (
     Proposal,
     Rule,
     SamplingParams,
+    Timings,
     Verdict,
     Wanted,
 )
@@ -334,8 +335,11 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 
     def _answer(self, job: VerifyJob) -> VerifyAnswer:
         judged: _Round = job.tag
-        received_ns = clock.stopwatch_ns() if judged.received_ns is None else judged.received_ns
-        spent = serving.timings(job, received_ns)
+        if judged.received_ns is not None:
+            spent = serving.timings(job, judged.received_ns)
+        else:  # since its pass the rounds after it ran
+            now_ns = clock.stopwatch_ns()
+            spent = Timings(ahead_ns=job.forward_ns + now_ns - job.finished_ns)
         judged.sequence.state.spans.finish(judged.span, job, spent)
         return VerifyAnswer(
             judged.sequence.sequence_id,

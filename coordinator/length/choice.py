@@ -39,8 +39,9 @@ FIRST_LENGTH = 4
 _BLOCK_ROUNDS, _MIN_BLOCK_ROUNDS, _MIN_BLOCK_NS = 4, 6, 250_000_000
 """Rounds that are measured together: of each stream and of all at least, and for a stream's time at least. A
 shorter block shows how quiet the machine just was."""
-_OUTLIER_RATIO = 4.0
-"""No round counts for more than so many mean ones: a prompt of any length may be in it."""
+_OUTLIER_RATIO, _LEAST_OUTLIER_NS = 4.0, 64_000_000
+"""No round counts for more than so many mean ones, if that is so long: a prompt of any length may be in it. A
+target that goes on by itself sends rounds of up to 16 ms at once."""
 _PLAIN_SHARE = 0.95
 """A block of a way that drafts counts as plain decoding with such a share of rounds without draft tokens. The
 others make the passes of all longer: with half of them, plain decoding seemed to take 1.6 times as long."""
@@ -259,7 +260,8 @@ class SharedChoice:
         block, num_streams = held.block, self._num_streams
         num_rounds = block.num_rounds
         if num_rounds:
-            elapsed_ns = min(elapsed_ns, int(_OUTLIER_RATIO * block.time_ns / num_rounds))
+            usual_ns = _OUTLIER_RATIO * block.time_ns / num_rounds
+            elapsed_ns = min(elapsed_ns, int(max(_LEAST_OUTLIER_NS, usual_ns)))
         block.add(done.num_steps, len(done.token_ids), elapsed_ns)
         self._earned += _TRIAL_SHARE * elapsed_ns / 1e9 / num_streams
         is_enough = num_rounds + 1 >= max(_MIN_BLOCK_ROUNDS, _BLOCK_ROUNDS * num_streams)

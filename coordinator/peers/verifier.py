@@ -46,8 +46,9 @@ _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
 
 
-PLAIN_AHEAD = 4
-"""Rounds without draft tokens that the service may begin before they are asked for."""
+PLAIN_AHEAD = 16
+"""Rounds without draft tokens that the service may begin before they are asked for: as many as it holds results
+for, and those on their way. With 8, one stream of the embedded target has 333 tokens/s instead of 400."""
 
 
 class _VerifySequence:

@@ -314,13 +314,16 @@ class Engine:
 
     def _drain_inbox(self, timeout_s: float | None) -> None:
         """Run all commands in the inbox; waits for the first one, without limit when `timeout_s` is None."""
+        if timeout_s != 0:
+            self._replies.flush()
         try:
             self._inbox.get(timeout_s != 0, timeout_s)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
-        self._replies.flush()
+        if not self._replies.is_held:
+            self._replies.flush()
 
     def _do_spare_work(self) -> None:
         """One piece of it, if it is due: a request that comes now waits for no more."""
@@ -444,7 +447,10 @@ class Engine:
             job.sequence for job in done if not job.following and (job.goes_on or job not in background)
         ]
         self._replies.resolve(done)
-        self._replies.flush()
+        if done and all(job.following for job in done):
+            self._replies.hold(finished_ns, forward_ns)
+        else:
+            self._replies.flush()
         self._gathering.expect(answered, min(forward_ns, int(self._costs.base)), finished_ns)
         self._queues.remove(done)
         for job in done:

@@ -44,7 +44,11 @@ def test_what_the_table_says(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "said"),
-    [("mamba", "linear_attention"), ("bloom", "interface"), ("mistral3", "language model of type 'mistral'")],
+    [
+        ("rwkv", "keeps a recurrent state"),
+        ("bloom", "interface"),
+        ("mistral3", "language model of type 'mistral'"),
+    ],
 )
 def test_what_is_refused_says_why(family: str, said: str, tmp_path: Path) -> None:
     config = VerifyConfig(model=str(save(build(family), tmp_path)), num_kv_tokens=1024)

@@ -125,7 +125,7 @@ def check_config(config: Any) -> None:
     if refused := types - ATTENTION_TYPES - RECURRENT_TYPES - PLAIN_TYPES:
         raise ModelLoadError(
             f"{config.model_type!r} has layers of type {', '.join(sorted(refused))}; only full and "
-            "sliding-window attention and states in transformers' cache can be rolled back"
+            "sliding-window attention and states in transformers' cache are served"
         )
     model_class = _model_class(config)
     if getattr(model_class, "_is_stateful", False) and not is_recurrent(config):
