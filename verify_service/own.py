@@ -26,8 +26,8 @@ from specwire.rule.transfer import to_device
 log = logging.getLogger(__name__)
 
 _MAX_UNASKED = 6
-"""Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause: as many
-as results are held for (`engine/replies.py`), and those on their way."""
+"""Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause: as
+many as results are held for (`engine/replies.py`), and those on their way."""
 _MOST_NOISE = 1 << 24
 """Numbers that are computed at once; 12 bytes each, for a moment."""
 

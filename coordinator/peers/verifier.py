@@ -47,8 +47,8 @@ _Received = tuple[VerifyAnswer, int]
 
 
 PLAIN_AHEAD = 16
-"""Rounds without draft tokens that the service may begin before they are asked for: as many as it holds results
-for, and those on their way. With 8, one stream of the embedded target has 333 tokens/s instead of 400."""
+"""Rounds without draft tokens that the service may begin before they are asked for: as many as it holds
+results for, and those on their way. With 8, one stream of the embedded target has 333 tokens/s, not 400."""
 
 
 class _VerifySequence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ async def test_results_that_nobody_waits_for_are_held_for_a_frame() -> None:
     """And come in the order of their passes, to sinks that expect a job once they know the one before it."""
     replies, told = Replies(), list[str]()
     jobs = [Job(cast(TokenSequence, None), 0, (), result=name) for name in "abcd"]
-    following = dict(zip(jobs, jobs[1:], strict=False))
+    following = dict(itertools.pairwise(jobs))
 
     def sink(results: Sequence[Result]) -> None:
         for job, result in results:
@@ -33,7 +34,8 @@ async def test_results_that_nobody_waits_for_are_held_for_a_frame() -> None:
     assert told == []
     replies.hold(20 * MS, 5 * MS)
     await asyncio.sleep(0)
-    assert told == ["a", "b", "c"] and not replies.is_held
+    assert told == ["a", "b", "c"]
+    assert not replies.is_held
     replies.resolve([jobs[3]])
     replies.hold(25 * MS, 20 * MS)  # a pass longer than a frame is not waited for
     await asyncio.sleep(0)
