@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 _MOST_HELD_NS = 16_000_000
 """How long results that nobody waits for may be held: a frame of a screen, so that no reader sees it. Each
-wakes the event loop, for whose Python the next pass waits. Tokens/s of the embedded target with 0, 8 and 16 ms,
-plain: one stream 252, 320 and 358; four 709 and 851 (0 and 16); sixteen 1,465 and 1,600."""
+wakes the event loop, for whose Python the next pass waits. Tokens/s of the embedded target with 0, 8 and 16
+ms, plain: one stream 252, 320 and 358; four 709 and 851 (0 and 16); sixteen 1,465 and 1,600."""
 
 Result = tuple[Job, Any]
 Sink = Callable[[Sequence[Result]], None]
