@@ -57,7 +57,8 @@ def decoded(
     with suppress(ResourceExhaustedError):
         choice_ = choice(kind, *columns, num_steps, logits, num_ranked=num_ranked)
         found = runner.decode(caches, logits, choice_)
-    steps = zip(*to_host(*found), strict=True) if found is not None else ()
+    # Copies: on a CPU the next call would overwrite what a proposal still holds.
+    steps = zip(*map(np.array, to_host(*found)), strict=True) if found is not None else ()
     if kind.matched:
         return [Drawn.matched(*step) for step in steps]
     return [Drawn.supported(*step, num_ranked=num_ranked) for step in steps]
