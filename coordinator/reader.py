@@ -2,7 +2,8 @@
 
     nothing is being written ──▶ what a round brought is written as soon as the next round is asked for
     a write is under way ──▶ what later rounds bring waits, and is one message then
-    8 rounds wait, or there is no credit ──▶ the generation waits ──▶ StreamIdleError after `idle_timeout_s`
+    8 rounds wait (1, if each is to be a message), or there is no credit ──▶ the generation waits ──▶
+        StreamIdleError after `idle_timeout_s`
 
 A write lasts as long as gRPC's flow control blocks it, which is while the client does not read. All streams
 begin their writes together, once a turn of the event loop.
@@ -59,12 +60,20 @@ class CreditReader:
         credit: how far the generation may be ahead, in tokens.
         idle_timeout_s: longest wait without an acknowledgement or the end of a write, in seconds.
         writes: of all streams.
+        has_each: whether each round is a message.
     """
 
     def __init__(
-        self, write: Callable[[Any], Awaitable[None]], credit: Credit, idle_timeout_s: float, writes: Writes
+        self,
+        write: Callable[[Any], Awaitable[None]],
+        credit: Credit,
+        idle_timeout_s: float,
+        writes: Writes,
+        *,
+        has_each: bool = False,
     ) -> None:
         self.credit = credit
+        self._most_unwritten = 1 if has_each else _MAX_UNWRITTEN_ROUNDS
         self._write = write
         self._idle_timeout_s = idle_timeout_s
         self._unwritten: deque[Take] = deque()
@@ -146,9 +155,7 @@ class CreditReader:
     def is_ready(self) -> bool:
         """Whether a round may start."""
         return (
-            self._error is None
-            and self._num_unwritten_rounds < _MAX_UNWRITTEN_ROUNDS
-            and self.credit.has_room
+            self._error is None and self._num_unwritten_rounds < self._most_unwritten and self.credit.has_room
         )
 
     async def ready(self) -> None:

@@ -162,8 +162,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             call.span.set(spans.of_request(checked, self._verify.info.name))
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
+            pace = credit, self._config.idle_timeout_s, self._writes
             async with (
-                CreditReader(context.write, credit, self._config.idle_timeout_s, self._writes) as reader,
+                CreditReader(context.write, *pace, has_each=message.report_progress) as reader,
                 self._admitted(checked.caller, call) as slot,
                 acknowledged(requests, reader),
             ):

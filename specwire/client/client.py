@@ -130,7 +130,7 @@ class AsyncClient:
             request_id: the caller's name of the request, of at most 128 letters, digits and `._:/-`; sent as
                 `x-request-id`.
             report_progress: whether every chunk reports the round's draft tokens, and speculation and timing
-                so far.
+                so far; then each round is a chunk of its own.
 
         Raises:
             InvalidRequestError: names the parameter and its value.

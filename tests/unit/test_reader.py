@@ -179,3 +179,20 @@ async def test_the_time_of_a_round_does_not_count() -> None:
     client.send(partial(int, 0))
     await asyncio.sleep(2 * IDLE_S)
     await client.ready()
+
+
+@pytest.mark.parametrize("has_each", [False, True])
+async def test_rounds_that_come_together_are_one_message_or_one_each(*, has_each: bool) -> None:
+    wire, rounds = Wire(), list[int]()
+
+    def take() -> int:
+        num_taken, _ = len(rounds), rounds.clear()
+        return num_taken
+
+    async with CreditReader(wire.write, Credit(0, 5), 60.0, Writes(), has_each=has_each) as client:
+        for number in range(6):
+            if not client.is_ready:
+                await client.ready()
+            rounds.append(number)
+            client.send(take)
+    assert wire.written == ([1] * 6 if has_each else [6])
