@@ -186,8 +186,9 @@ async def test_rounds_that_come_together_are_one_message_or_one_each(*, has_each
     wire, rounds = Wire(), list[int]()
 
     def take() -> int:
-        num_taken, _ = len(rounds), rounds.clear()
-        return num_taken
+        taken = len(rounds)
+        rounds.clear()
+        return taken
 
     async with CreditReader(wire.write, Credit(0, 5), 60.0, Writes(), has_each=has_each) as client:
         for number in range(6):
