@@ -153,7 +153,7 @@ def build(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, **overrid
         overrides: config fields that differ from the tiny defaults.
     """
     prefix, fields = _FAMILIES[family]
-    suffix = "TextConfig" if family == "gemma3" else "Config"
+    suffix = "TextConfig" if family in _TEXT_CONFIGS else "Config"
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = getattr(transformers, prefix + suffix)(
         **{**special, **fields, "vocab_size": vocab_size, **overrides}
