@@ -50,8 +50,8 @@ def rounds(done: Completion) -> Speculation:
 class WatchedReader(CreditReader):
     """Tells other threads when its generation pauses."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.paused = threading.Event()
         self.num_acknowledgements = 0
 
@@ -81,8 +81,8 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> Readers:
     """The clients of generations, in the order of their start."""
     found: Readers = queue.SimpleQueue()
 
-    def watched(*args: Any) -> WatchedReader:
-        found.put(reader := WatchedReader(*args))
+    def watched(*args: Any, **options: Any) -> WatchedReader:
+        found.put(reader := WatchedReader(*args, **options))
         return reader
 
     monkeypatch.setattr(coordinator.servicer, "CreditReader", watched)
