@@ -105,7 +105,7 @@ class Node(NamedTuple):
         return sequence.row(history, len(committed) + self.depth, len(committed))
 
 
-class Wanted(NamedTuple):
+class Alike(NamedTuple):
     """Some nodes of a pass, whose next tokens are found alike.
 
     Attributes:
@@ -122,15 +122,15 @@ class Wanted(NamedTuple):
 class Question(NamedTuple):
     """What is wanted after the nodes of a pass; a rank may be asked."""
 
-    wanted: Sequence[Wanted]
+    groups: Sequence[Alike]
     noise: Noise
     sharpness: float
 
 
 def choose(question: Question, logits: Tensor) -> list[Drawn]:
-    """As a `device.Decide`: for each `Wanted`, what is drawn after nodes, or the likeliest tokens there."""
+    """As a `device.Decide`: of each group, what is drawn after nodes, or the likeliest tokens there."""
     answer = []
-    for places, rows, num_ranked in question.wanted:
+    for places, rows, num_ranked in question.groups:
         some = logits if len(places) == len(logits) else logits[to_device(places, logits.device)]
         log_probs = sampling.apply_warps(sampling.apply_history(some, rows), rows)
         if num_ranked:
@@ -220,8 +220,8 @@ class GrownDrafts:
             question = self._question(nodes, noise)
             answer = self.chosen_after(nodes, question)
             self.num_passes, self.num_nodes = self.num_passes + 1, self.num_nodes + len(nodes)
-            for wanted, found in zip(question.wanted, answer, strict=True):
-                for row, place in enumerate(wanted.places.tolist()):
+            for alike, found in zip(question.groups, answer, strict=True):
+                for row, place in enumerate(alike.places.tolist()):
                     of, node = nodes[place]
                     of.add(node, found, row)
             for each in growing:
@@ -253,14 +253,14 @@ class GrownDrafts:
         return growing.growth.expand(NUM_EXPANDED)
 
     def _question(self, nodes: Sequence[Node], noise: Noise) -> Question:
-        wanted = []
+        groups = []
         for is_drawn in (False, True):
             at = [place for place, node in enumerate(nodes) if node.of.is_drawn is is_drawn]
             if at:
                 rows = Rows.of([nodes[place].sampled() for place in at])
                 most = 0 if is_drawn else max(nodes[place].of.num_ranked for place in at)
-                wanted.append(Wanted(np.array(at, np.int64), rows, most))
-        return Question(wanted, noise, self.sharpness)
+                groups.append(Alike(np.array(at, np.int64), rows, most))
+        return Question(groups, noise, self.sharpness)
 
     def _proposal(self, sequence: TokenSequence) -> Proposal | None:
         grown = self._grown.get(sequence)

@@ -31,11 +31,8 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.proposals.tree import TokenTree
 from specwire.rule.captured import EagerReplay
 from tests.support import rank_memory, texts
-from tests.support.blocks import save_block_drafter
-from tests.support.eagle3 import save_eagle3
 from tests.support.harness import LocalStack, local_stack, started_services
-from tests.support.heads import save_heads
-from tests.support.mtp import save_mtp_target
+from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.processes import END_S, gone, running, wait_until
 from tests.support.together import together
@@ -173,23 +170,6 @@ class TestTwoRanks:
 
 
 OWN = ("heads", "layers", "mtp", "dflash", "eagle3")
-
-
-def save_drafting(source: str, directory: Path) -> tuple[Path, dict[str, Any]]:
-    """A target, and the flag that it drafts with by itself."""
-    if source == "mtp":
-        return save_mtp_target(directory / "target", "glm4_moe"), {"mtp": True}
-    target = save_target(directory / "target")
-    match source:
-        case "heads":
-            value = str(save_heads(directory / "heads", target))
-        case "layers":
-            value = "m1"
-        case "dflash":
-            value = str(save_block_drafter(directory / "drafter"))
-        case _:
-            value = str(save_eagle3(directory / "eagle3"))
-    return target, {source: value}
 
 
 @pytest.mark.slow

@@ -27,12 +27,11 @@ from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfi
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
 from tests.support import encoder_decoders
-from tests.support.blocks import save_block_drafter, save_published
+from tests.support.blocks import save_published
 from tests.support.eagle3 import LAYOUTS, save_eagle3
 from tests.support.harness import LocalStack, local_stack, started_services
-from tests.support.heads import save_heads
-from tests.support.mtp import save_mtp_target
-from tests.support.pairs import save_good_draft, save_target
+from tests.support.own_drafts import save_drafting
+from tests.support.pairs import save_target
 from tests.support.together import generated
 from tools.proxy.delay_proxy import Link
 from verify_service.threshold import Threshold
@@ -54,21 +53,7 @@ class Served(NamedTuple):
 
 
 def serve(source: str, directory: Path) -> Served:
-    if source == "mtp":
-        return Served(source, save_mtp_target(directory / "target"), {"mtp": True})
-    target = save_target(directory / "target")
-    match source:
-        case "heads":
-            value = str(save_heads(directory / "heads", target))
-        case "layers":
-            value = "m1"
-        case "dflash":
-            value = str(save_block_drafter(directory / "drafter"))
-        case "eagle3":
-            value = str(save_eagle3(directory / "eagle3"))
-        case _:
-            value = str(save_good_draft(directory / "draft"))
-    return Served(source, target, {source: value})
+    return Served(source, *save_drafting(source, directory))
 
 
 @pytest.fixture(scope="module", params=SOURCES)

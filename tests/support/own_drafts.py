@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,13 @@ import verify_service.own
 from specwire import Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
+from tests.support.blocks import save_block_drafter
+from tests.support.eagle3 import save_eagle3
 from tests.support.harness import LocalStack
+from tests.support.heads import save_heads
 from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
+from tests.support.mtp import save_mtp_target
+from tests.support.pairs import save_good_draft, save_target
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.together import generated, sampled
 
@@ -102,3 +108,22 @@ def check_control(stack: LocalStack, logits: torch.Tensor, monkeypatch: pytest.M
     wrong = sampled(stack.address, params, range(NUM_STREAMS), PROMPT)
     assert fit_p_value(right, logits, params) > FALSE_ALARM_RATE
     assert fit_p_value(wrong, logits, params) < CLEARLY_WRONG
+
+
+def save_drafting(source: str, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A target, and the options by which it drafts for itself."""
+    if source == "mtp":
+        return save_mtp_target(directory / "target", "glm4_moe"), {"mtp": True}
+    target = save_target(directory / "target")
+    match source:
+        case "heads":
+            value = str(save_heads(directory / "heads", target))
+        case "layers":
+            value = "m1"
+        case "dflash":
+            value = str(save_block_drafter(directory / "drafter"))
+        case "eagle3":
+            value = str(save_eagle3(directory / "eagle3"))
+        case _:
+            value = str(save_good_draft(directory / "draft"))
+    return target, {source: value}
