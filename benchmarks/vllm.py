@@ -4,7 +4,8 @@
 those that are not asked are idle: each turn waits until vLLM's threads, which spin for 0.2 s, have stopped.
 
 With `--remote`, vLLM has drafts of our service, too, in a process of its own on the same cores. With `--far`,
-only that is measured: the service on one core and 20 ms away, vLLM on the other; outcomes prepared or not.
+only that is measured, with outcomes prepared or not: the service is 20 ms away, and before each pass vLLM's
+runner sleeps for 40 ms, so that the larger model takes no processor from the draft, as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -43,11 +45,39 @@ OURS, OFF, VLLM = "specwire", "specwire without drafts", "vLLM"
 REMOTE = "vLLM with a service of ours"
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
 _START_S, _END_S, MODEL = 300.0, 20.0, "model"
 _WARM_TURNS, _PAUSE_S = 3, 0.4
+_RTT_MS = 20.0
 PARAMS = {"greedy": SamplingParams(temperature=0.0), "T = 1": SamplingParams()}
+SLOW_PASSES = """
+import time
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+def install():
+    forward = GPUModelRunner._model_forward
+    def slowly(self, *args, **keywords):
+        time.sleep(0.04)
+        return forward(self, *args, **keywords)
+    GPUModelRunner._model_forward = slowly
+"""
+"""A plug-in of vLLM's that emulates a pass of a larger model."""
+
+
+def save_plugin(folder: Path, code: str) -> Path:
+    """Where vLLM finds a general plug-in, if the folder is on its path.
+
+    Args:
+        code: of a module whose `install` vLLM calls in each of its processes.
+    """
+    information = folder / "adapted-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (folder / "adapted.py").write_text(code)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: adapted\nVersion: 0\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nadapted = adapted:install\n")
+    return folder
 
 
 @contextlib.contextmanager
@@ -56,14 +86,14 @@ def vllm(
     *flags: str,
     speculation: Mapping[str, Any] | None = None,
     log: Path,
-    cores: str = "nobind",
+    plugin: str = "",
 ) -> Iterator[str]:
     """vLLM's server; yields its base URL, and ends it.
 
     Args:
         speculation: its `--speculative-config`; None decodes plainly.
         log: what it writes.
-        cores: that its threads are bound to.
+        plugin: code of a general plug-in of its own.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -71,10 +101,14 @@ def vllm(
     command += ["--served-model-name", MODEL, "--port", str(port), "--max-model-len", "1024", *flags]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
+    environment = {**os.environ, **_ENVIRONMENT}
+    if plugin:
+        found = save_plugin(log.absolute().with_suffix(".plugin"), plugin)
+        environment["PYTHONPATH"] = os.pathsep.join([str(found), os.environ.get("PYTHONPATH", "")])
     with log.open("w") as written:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores},
+            env=environment,
             stdout=written,
             stderr=written,
             start_new_session=True,
@@ -151,33 +185,27 @@ async def measure(urls: dict[str, tuple[str, str]], args: argparse.Namespace) ->
 
 @contextlib.contextmanager
 def remote(
-    target: str, dtype: str, num: int, log: Path, *, rtt_ms: float = 0.0, **options: str
+    target: str, dtype: str, num: int, log: Path, *, is_far: bool = False, **options: str
 ) -> Iterator[str]:
     """vLLM with drafts of a service of ours; yields its base URL.
 
     Args:
         num: draft tokens of a row.
-        rtt_ms: how far away the service is, which has a core of its own then, and vLLM the other one.
+        is_far: the service is some way away, and passes of vLLM are longer.
         options: of the plug-in.
     """
     with contextlib.ExitStack() as stack:
 
-        def started(module: str, *flags: str) -> Service:
+        def started(module: str, *flags: str) -> str:
             service = Service(module, [*flags, "--address", "127.0.0.1:0"])
             stack.callback(service.process.wait)
             stack.callback(service.process.kill)
             service.ready(_START_S)
-            return service
+            return service.address
 
-        draft = started("draft_service", "--model", EMBEDDED, "--num-threads", "1")
-        address, cores = draft.address, "nobind"
-        if rtt_ms:
-            for thread in Path(f"/proc/{draft.process.pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), {0})
-            address, cores = (
-                started("specwire.cli", "proxy", "--to", address, "--rtt-ms", str(rtt_ms)).address,
-                "1",
-            )
+        address = started("draft_service", "--model", EMBEDDED, "--num-threads", "1")
+        if is_far:
+            address = started("specwire.cli", "proxy", "--to", address, "--rtt-ms", str(_RTT_MS))
         given = {"specwire": {"draft_address": address, "num_draft_tokens": str(num), **options}}
         flags = ["--dtype", dtype, "--additional-config", json.dumps(given)]
         speculation = {
@@ -185,7 +213,10 @@ def remote(
             "model": "specwire.vllm.RemoteDraft",
             "num_speculative_tokens": num,
         }
-        yield stack.enter_context(vllm(target, *flags, speculation=speculation, log=log, cores=cores))
+        plugin = ""
+        if is_far:
+            plugin, flags = SLOW_PASSES, [*flags, "--enforce-eager"]
+        yield stack.enter_context(vllm(target, *flags, speculation=speculation, log=log, plugin=plugin))
 
 
 def acceptance_length(url: str) -> float:
@@ -229,26 +260,14 @@ def measured(pair: str, args: argparse.Namespace) -> dict[str, dict[str, float]]
 
 
 def measured_far(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The widened pair, one stream: outcomes prepared, and asked for."""
-    config = config_of("widened", "cpu")
+    """The embedded pair, one stream: outcomes prepared, and asked for."""
     with contextlib.ExitStack() as stack:
-        urls = {
-            f"{name}, {num} tokens": (
-                stack.enter_context(
-                    remote(
-                        config.target,
-                        "bfloat16",
-                        num,
-                        Path(f"build/vllm-far-{name}.log"),
-                        rtt_ms=20,
-                        num_outcomes=outcomes,
-                    )
-                ),
-                MODEL,
-            )
-            for num in args.remote
-            for name, outcomes in (("prepared", "16"), ("asked", "0"))
-        }
+        urls = {}
+        for num, (name, outcomes) in itertools.product(args.remote, {"prepared": "16", "asked": "0"}.items()):
+            log = Path(f"build/vllm-far-{name}.log")
+            target = str(embedded.TARGET_DIR)
+            started = remote(target, "float32", num, log, is_far=True, num_outcomes=outcomes)
+            urls[f"{name}, {num} tokens"] = stack.enter_context(started), MODEL
         return asyncio.run(measure(urls, argparse.Namespace(**{**vars(args), "streams": [1]})))
 
 

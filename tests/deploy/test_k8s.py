@@ -59,21 +59,38 @@ class TestOverlay:
         assert f"k8s/overlays/{name}" in (ROOT / "docs/kubernetes.md").read_text()
 
 
-def test_vllm_in_place_of_verify_and_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pod is checked as all foreign ones are, and what it is told of drafts as the plug-in reads it."""
-    manifests = Manifests(render(K8S / "vllm"))
+@pytest.mark.parametrize("name", ["vllm", "vllm-nodes"])
+def test_vllm_in_place_of_verify_and_coordinator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pods are checked as foreign ones are, and what they are told of drafts as the plug-in reads it."""
+    manifests = Manifests(render(K8S / name))
     monkeypatch.setitem(manifest_rules.MAY_REACH, "draft", ("vllm",))
     assert problems(manifests) == []
-    [pod] = [pod for pod in manifests.pods if pod.labels["app.kubernetes.io/component"] == "vllm"]
-    config = read_options({}, {name: str(value) for name, value in pod.environ.items()})
-    assert config.draft_address == "dns:///draft.specwire:7071"
-    [flag] = [word for word in pod.container["args"] if word.startswith("--speculative-config=")]
-    given = json.loads(flag.partition("=")[2])
-    module, _, name = given["model"].rpartition(".")
-    assert callable(getattr(importlib.import_module(module), name))
-    [draft] = [other for other in manifests.pods if other.labels["app.kubernetes.io/component"] == "draft"]
-    assert may_connect(manifests, pod, draft, 7071)
-    assert "k8s/vllm" in (ROOT / "docs/vllm.md").read_text()
+    pods = [pod for pod in manifests.pods if pod.labels[COMPONENT].startswith("vllm")]
+    assert len(pods) == 1 + name.endswith("nodes")
+    for pod in pods:
+        config = read_options({}, {name: str(value) for name, value in pod.environ.items()})
+        assert config.draft_address == "dns:///draft.specwire:7071"
+        [flag] = [word for word in pod.container["args"] if word.startswith("--speculative-config=")]
+        given = json.loads(flag.partition("=")[2])
+        module, _, name_of_class = given["model"].rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name_of_class))
+    [draft] = [other for other in manifests.pods if other.labels[COMPONENT] == "draft"]
+    assert may_connect(manifests, pods[0], draft, 7071)
+    assert f"k8s/{name}" in (ROOT / "docs/vllm.md").read_text()
+
+
+def test_ranks_of_vllm_on_every_node_have_the_same_flags() -> None:
+    """But for their own places; as many ranks as GPUs."""
+    leader, worker = (
+        pod for pod in Manifests(render(K8S / "vllm-nodes")).pods if pod.labels[COMPONENT].startswith("vllm")
+    )
+    flags, others = ({*pod.container["args"]} for pod in (leader, worker))
+    assert flags ^ others == {"--node-rank=0", "--node-rank=$(LWS_WORKER_INDEX)", "--headless"}
+    cards = sum(
+        pod.replicas * pod.container["resources"]["limits"]["nvidia.com/gpu"] for pod in (leader, worker)
+    )
+    assert {f"--nnodes={leader.replicas + worker.replicas}", f"--tensor-parallel-size={cards}"} <= flags
+    assert may_connect(Manifests(render(K8S / "vllm-nodes")), worker, leader, 29501)
 
 
 def test_components_fit_every_overlay(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ METRICS: dict[str, Sequence[Metric[Any]]] = {
 ADDRESSES = ("verify_address", "draft_address", "ray_address", "server")
 """Fields with the address of a peer."""
 OTHERS_VARIABLES = {"HOME", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR"}
-OTHERS_VARIABLES |= {"RAY_USAGE_STATS_ENABLED", "RAY_NUM_GPUS", "TARGET", "DRAFT", "HF_TOKEN"}
+OTHERS_VARIABLES |= {"RAY_USAGE_STATS_ENABLED", "RAY_NUM_GPUS", "TARGET", "DRAFT", "HF_TOKEN", "VLLM_HOST_IP"}
 """Of Python's libraries and of scripts; the rest is ours, or OpenTelemetry's, as
 specwire/telemetry/tracing.py reads it."""
 NOT_OURS = {"specwire-client", "specwire-observer"}

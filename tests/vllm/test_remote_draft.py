@@ -76,13 +76,19 @@ def draft_service(directory: Path, *flags: str) -> Iterator[Service]:
 
 @contextlib.contextmanager
 def drafted(
-    target: Path, address: str, tmp: Path, *flags: str, most: int = 4, **options: Any
+    target: Path, address: str, tmp: Path, *flags: str, most: int = 4, plugin: str = "", **options: Any
 ) -> Iterator[str]:
-    """vLLM with our drafts; yields its URL."""
+    """vLLM with our drafts; yields its URL.
+
+    Args:
+        most: draft tokens of a row.
+        plugin: see `vllm`.
+        options: of ours.
+    """
     given = json.dumps({"specwire": {"draft_address": address, "num_draft_tokens": most} | options})
     speculation = SPECULATION | {"num_speculative_tokens": most}
     flags = (*EXACT, "--additional-config", given, *flags)
-    with vllm(target, *flags, speculation=speculation, log=tmp / "drafted.log") as url:
+    with vllm(target, *flags, speculation=speculation, log=tmp / "drafted.log", plugin=plugin) as url:
         yield url
 
 
@@ -122,11 +128,15 @@ def assert_idle(address: str) -> None:
         assert time.monotonic() < due_s, status
 
 
-def accepted(url: str) -> float:
-    """Draft tokens that vLLM has accepted so far, by its own metrics."""
+def counted(url: str, name: str) -> float:
+    """By vLLM's own metrics so far."""
     lines = httpx2.get(f"{url}/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
-    return sum(float(line.split()[-1]) for line in found)
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total{{"))
+
+
+def accepted(url: str) -> float:
+    """Draft tokens that vLLM has accepted."""
+    return counted(url, "spec_decode_num_accepted_tokens")
 
 
 class TestTexts:
@@ -160,13 +170,20 @@ class TestTexts:
             drafted(target, draft.address, tmp_path, *few) as url,
         ):
             assert texts(url, asked, 16) == wanted
-            preempted = [
-                line
-                for line in httpx2.get(f"{url}/metrics").text.splitlines()
-                if "num_preemptions_total{" in line
-            ]
-            assert sum(float(line.split()[-1]) for line in preempted) > 0
+            assert counted(url, "num_preemptions") > 0
             assert_idle(draft.address)
+
+    def test_over_two_ranks(self, target: Path, tmp_path: Path) -> None:
+        """The first asks, and the second is told."""
+        asked, ranks = prompts(target)[:32], ("--tensor-parallel-size", "2")
+        with vllm(target, *EXACT, *ranks, log=tmp_path / "plain.log") as url:
+            wanted = texts(url, asked, 16)
+        with (
+            draft_service(embedded.DRAFT_DIR) as draft,
+            drafted(target, draft.address, tmp_path, *ranks) as url,
+        ):
+            assert texts(url, asked, 16) == wanted
+            assert accepted(url) > len(asked) * NUM_TOKENS / 4
 
 
 REPAIR = """
@@ -175,7 +192,7 @@ def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_T
     found[found == replace_from] = replace_to
     output.copy_(found)
 
-def repair():
+def install():
     from vllm.utils import cpu_triton_utils
     cpu_triton_utils._expand_kernel_impl.__code__ = expand.__code__
 """
@@ -183,16 +200,7 @@ def repair():
 have another distribution, with its own drafts too. This writes them, as a plug-in of vLLM's."""
 
 
-def repaired(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    information = folder / "repair-0.dist-info"
-    information.mkdir(parents=True)
-    (folder / "repair.py").write_text(REPAIR)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: repair\nVersion: 0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nrepair = repair:repair\n")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-
-
-def test_the_distribution_is_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_the_targets(tmp_path: Path) -> None:
     """Two tokens at T = 1 over a vocabulary of 16, from a draft that may be wrong; control: another T."""
     sizes = {
         "hidden_size": 64,
@@ -212,10 +220,9 @@ def test_the_distribution_is_the_targets(tmp_path: Path, monkeypatch: pytest.Mon
         first = models[0](torch.tensor([prompt])).logits[0, -1]
         after = models[0](torch.tensor([[*prompt, token] for token in range(16)])).logits[:, -1]
     flags = ("--skip-tokenizer-init", "--max-model-len", "256")
-    repaired(tmp_path / "repair", monkeypatch)
     with (
         draft_service(draft) as service,
-        drafted(target, service.address, tmp_path, *flags, most=2) as url,
+        drafted(target, service.address, tmp_path, *flags, most=2, plugin=REPAIR) as url,
     ):
         fields = {"max_tokens": 3, "temperature": 1, "n": 50}
         drawn = np.zeros((16, 16))
@@ -239,6 +246,17 @@ class TestFaults:
         log = tmp_path_factory.mktemp("plain") / "log"
         with vllm(embedded.TARGET_DIR, *EXACT, log=log) as url:
             return texts(url, prompts(embedded.TARGET_DIR), 16)
+
+    def test_a_thousand_requests(self, wanted: Texts, tmp_path: Path) -> None:
+        """Of prompts that come again, so that most of each is in vLLM's prefix cache."""
+        asked = prompts(embedded.TARGET_DIR) * 10
+        with (
+            draft_service(embedded.DRAFT_DIR) as draft,
+            drafted(embedded.TARGET_DIR, draft.address, tmp_path) as url,
+        ):
+            assert texts(url, asked, 16) == wanted * 10
+            assert counted(url, "prefix_cache_hits") > 0
+            assert_idle(draft.address)
 
     @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
     def test_a_draft_that_dies_or_hangs(self, wanted: Texts, tmp_path: Path, fault: signal.Signals) -> None:
