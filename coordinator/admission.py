@@ -45,7 +45,6 @@ class Pause(Protocol):
 
     def end_pause(self) -> None:
         """End it with an error."""
-        ...
 
 
 class AdmissionSlot:

@@ -19,13 +19,11 @@ class Slot(Rewindable, Protocol):
     @property
     def unavailable(self) -> str:
         """Why the draft was not there; empty if it always was."""
-        ...
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """Draft tokens after these."""
-        ...
 
 
 class BeamDrafts:

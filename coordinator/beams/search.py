@@ -39,7 +39,6 @@ class Target(Rewindable, Protocol):
         self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
     ) -> tuple[Verdict, Cost]:
         """The target's log probabilities after the committed tokens and after each node."""
-        ...
 
 
 class BeamGeneration:

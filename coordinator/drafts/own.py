@@ -16,11 +16,9 @@ class Target(Protocol):
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
         """What it is to propose after verdicts from now on; nothing for 0 draft tokens."""
-        ...
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:
         """What it proposed after the last verdict; None if nothing that follows the committed tokens."""
-        ...
 
 
 class OwnDrafter:
