@@ -18,6 +18,7 @@ import torch
 
 import coordinator.service
 from specwire import Client, Completion, Grammar, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from specwire.config.link import Link
 from specwire.config.services import CoordinatorConfig
 from specwire.rpc.wire.client import generate_request, resume_info_from_proto, resuming_request
 from specwire.v1 import generation_pb2_grpc
@@ -25,7 +26,6 @@ from tests.support import encoder_decoders, tiny_models
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 from tests.support.languages import save_speaker
 from tests.support.pairs import markov_model, save_good_draft, save_hostile_draft, save_target
-from tools.proxy.delay_proxy import Link
 
 FAMILIES = ("llama", "gpt2", "t5")
 PROMPTS = [[5, 9, 11, 2, 7, 4], [9, 9, 5], [*range(3, 40)]]

@@ -24,6 +24,7 @@ import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.servicer import GenerationServicer
 from specwire import Completion, Rule, SamplingParams
+from specwire.config.link import Link
 from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict, Wanted
 from specwire.engine import boot
 from specwire.engine.jobs import TokenSequence
@@ -34,7 +35,6 @@ from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import SequenceFailedError, raw_stream, verify
 from tests.support.paused import most_ahead, opening
-from tools.proxy.delay_proxy import Link
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
 from verify_service.own import Drafting
 from verify_service.stream import VerifyStream
