@@ -22,7 +22,7 @@ from specwire.config.stack import TuneConfig
 from specwire.core import Load, SamplingParams
 from specwire.errors import ConfigError
 from specwire.v1 import generation_pb2
-from tools import texts
+from tools import files
 from tools.bench.prompts import BUILT_IN
 
 _NUM_PROMPTS, _PROMPT_CHARACTERS = 16, 512
@@ -73,7 +73,7 @@ def read_prompts(path: str) -> list[str]:
     """
     if not path:
         return [*BUILT_IN]
-    text = texts.read(path)
+    text = files.read_text("--text", path)
     if len(text) < _PROMPT_CHARACTERS:
         raise ConfigError(f"--text {path}: has {len(text)} characters, under {_PROMPT_CHARACTERS}")
     step = max(1, (len(text) - _PROMPT_CHARACTERS) // (_NUM_PROMPTS - 1))
