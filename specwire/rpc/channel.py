@@ -39,12 +39,12 @@ BETWEEN_SERVICES = _keepalive(1_000, 1_000, 2_000)
 TOWARDS_CLIENTS = _keepalive(10_000, 10_000, 10_000)
 """On both ends: a client that gets little processor time, or is stopped for seconds, is not lost."""
 _CONNECT_TIMEOUT_MS = 5_000
+_MAX_MESSAGE_BYTES = 64 << 20
 _ROUND_ROBIN = [("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')]
 
 
 def open_channel(
     address: str,
-    max_message_bytes: int = 64 << 20,
     *,
     credentials: Credentials = PLAINTEXT,
     keepalive: Options = BETWEEN_SERVICES,
@@ -62,7 +62,7 @@ def open_channel(
         ConfigError: a file that cannot be used.
     """
     options = [
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.enable_http_proxy", 0),  # addresses are direct, `http_proxy` or not
         ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # also the timeout of an attempt
@@ -75,10 +75,6 @@ def open_channel(
         *keepalive,
         *(_ROUND_ROBIN if address.startswith(DNS) else ()),
     ]
-    return _open(address, options, credentials)
-
-
-def _open(address: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
     if credentials.none:
         return grpc.aio.insecure_channel(address, options=options)
     credentials.check(address)

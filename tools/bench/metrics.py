@@ -44,7 +44,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 OK = "OK"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RequestRecord:
     """One request as the client saw it. Times are in seconds since the start of the measurement.
 
@@ -53,7 +53,7 @@ class RequestRecord:
         end_s: when its completion or its error arrived.
         scheduled_s: when the schedule demands it; None in a closed loop, which has no schedule.
         chunk_times_s: [num_chunks] arrival of each chunk with tokens.
-        chunk_tokens: [num_chunks] tokens of each.
+        chunk_tokens: [num_chunks] tokens of each; where the protocol does not say, 1.
         num_input_tokens, num_output_tokens: as the server counted them; 0 for a failed request.
         status: name of the gRPC status it ended with.
         error: message of the error, if it failed.
@@ -62,11 +62,11 @@ class RequestRecord:
         text: its output.
     """
 
-    start_s: float
-    end_s: float
+    start_s: float = 0.0
+    end_s: float = 0.0
     scheduled_s: float | None = None
-    chunk_times_s: tuple[float, ...] = ()
-    chunk_tokens: tuple[int, ...] = ()
+    chunk_times_s: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     status: str = OK
@@ -83,7 +83,7 @@ class RequestRecord:
     @property
     def ttft_ms(self) -> float:
         """Time to first token; that of the end for an empty output."""
-        return ((self.chunk_times_s or (self.end_s,))[0] - self.start_s) * 1e3
+        return ((self.chunk_times_s or [self.end_s])[0] - self.start_s) * 1e3
 
     @property
     def e2el_ms(self) -> float:
