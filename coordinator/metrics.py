@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from coordinator.admission import Admission
-from coordinator.drafts.earlier import MAX_BYTES, EarlierOutputs
-from coordinator.length.choice import SharedChoice
-from coordinator.peers.pool import Pool
+from coordinator.drafts.earlier import MAX_BYTES
 from coordinator.tally import Tally
-from coordinator.totals import Totals
-from specwire.config.services import CoordinatorConfig
 from specwire.telemetry.metrics import Counter, Gauge, Histogram, Labelled, Metric
 
-
-class CoordinatorSnapshot(NamedTuple):
-    """What a coordinator's metrics are read from."""
-
-    totals: Totals
-    admission: Admission
-    choice: SharedChoice
-    earlier: EarlierOutputs
-    verify: Pool
-    draft: Pool
-    config: CoordinatorConfig
+if TYPE_CHECKING:
+    from coordinator.servicer import GenerationServicer
 
 
 def _by_position(counts: Sequence[int]) -> Labelled:
@@ -35,7 +21,7 @@ def _by_source(tally: Tally, name: str) -> Labelled:
     return {(source,): getattr(counts, name) for source, counts in tally.by_source.items()}
 
 
-def _replicas(now: CoordinatorSnapshot) -> Labelled:
+def _replicas(now: GenerationServicer) -> Labelled:
     return {
         (pool.role, state): len(pool.available) if there else len(pool.replicas) - len(pool.available)
         for pool in (now.verify, now.draft)
@@ -43,12 +29,12 @@ def _replicas(now: CoordinatorSnapshot) -> Labelled:
     }
 
 
-def _kv_usage(now: CoordinatorSnapshot) -> float:
+def _kv_usage(now: GenerationServicer) -> float:
     replicas = now.verify.available
     return sum(each.num_held_pages for each in replicas) / max(1, sum(each.num_pages for each in replicas))
 
 
-TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
+TABLE: tuple[Metric[GenerationServicer], ...] = (
     # requests
     Counter(
         "specwire_requests_total",
@@ -215,7 +201,7 @@ TABLE: tuple[Metric[CoordinatorSnapshot], ...] = (
     Gauge(
         "specwire_earlier_output_bytes",
         f"Memory of earlier outputs that drafts are made from, at most {MAX_BYTES >> 20} MiB.",
-        lambda now: now.earlier.num_bytes,
+        lambda now: now.texts.earlier.num_bytes,
     ),
     # peers
     Gauge(

@@ -77,7 +77,7 @@ class Watched:
 
     @property
     def num_disagreements(self) -> int:
-        return self.servicer._verify.num_disagreements
+        return self.servicer.verify.num_disagreements
 
     def generate(self, params: SamplingParams) -> Completion:
         return self.stack.client.generate(params=params, prompt_token_ids=PROMPT)
@@ -209,7 +209,7 @@ class TestAnotherOutcome:
     def assert_noticed(on: Watched, caplog: pytest.LogCaptureFixture) -> None:
         assert on.num_disagreements == 1, "of a sequence, none is believed after the first"
         assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
-        on.servicer._verify.num_disagreements = 0
+        on.servicer.verify.num_disagreements = 0
 
     def test_it_is_counted_and_changes_nothing(
         self, on: Watched, expected: Completion, sabotaged: None, caplog: pytest.LogCaptureFixture
