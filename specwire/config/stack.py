@@ -336,7 +336,6 @@ class UpConfig(StackConfig, ListenConfig):
 
     @property
     def requires_tokens(self) -> bool:
-        """See `StackConfig`."""
         return self.tokens != ""
 
 

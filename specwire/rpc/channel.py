@@ -133,31 +133,24 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
         await self.close()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See `grpc.aio.Channel`."""
         return self.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See `grpc.aio.Channel`."""
         await self.current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """See `grpc.aio.Channel`."""
         await self.current().channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.unary_unary(*args, **kwargs))
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.unary_stream(*args, **kwargs))
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.stream_unary(*args, **kwargs))
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.stream_stream(*args, **kwargs))
 
 
