@@ -81,6 +81,28 @@ def open_channel(
     return _CredentialChannel(address, options, credentials)
 
 
+class LeftChannels:
+    """Connections that take no new calls: each is closed after its last one."""
+
+    def __init__(self) -> None:
+        self._closing: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+
+    def add(self, channel: grpc.aio.Channel) -> None:
+        """Leave this one."""
+        self._closing[channel] = asyncio.create_task(self._close_after_calls(channel))
+
+    async def _close_after_calls(self, channel: grpc.aio.Channel) -> None:
+        await channel.close(grace=_LONGEST_CALL_S)
+        del self._closing[channel]
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close all of them now, or after so many seconds."""
+        for channel, task in [*self._closing.items()]:
+            task.cancel()
+            await channel.close(grace)
+        self._closing.clear()
+
+
 class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
     """Checks its files before each call. When they have changed, the call goes over a new connection, and the
     old one is closed after its last call."""
@@ -93,13 +115,13 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
             self._options.append(("grpc.ssl_target_name_override", self._tls.server_name))
         self._files = credentials.reloading()
         self._current = self._connect()
-        self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._left = LeftChannels()
 
     def current(self) -> grpc.aio.Channel:
         """The channel for a new call."""
         if self._files.refresh() and self._tls:
             old, self._current = self._current, self._connect()
-            self._retired[old] = asyncio.create_task(self._retire(old))
+            self._left.add(old)
         return self._current
 
     def metadata(self) -> list[tuple[str, str]]:
@@ -114,16 +136,9 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
         tls = grpc.ssl_channel_credentials(current.ca, current.key, current.cert)
         return grpc.aio.secure_channel(self._address, tls, options=self._options)
 
-    async def _retire(self, channel: grpc.aio.Channel) -> None:
-        await channel.close(grace=_LONGEST_CALL_S)
-        del self._retired[channel]
-
     async def close(self, grace: float | None = None) -> None:
-        """Close this connection and the retired ones; see `grpc.aio.Channel`."""
-        for channel, task in [*self._retired.items()]:
-            task.cancel()
-            await channel.close(grace)
-        self._retired.clear()
+        """Close this connection and those that were left; see `grpc.aio.Channel`."""
+        await self._left.close(grace)
         await self._current.close(grace)
 
     async def __aenter__(self) -> _CredentialChannel:

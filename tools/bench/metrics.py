@@ -42,6 +42,12 @@ METRICS = {
 #: Latencies with one value for each request, which can have an objective.
 OBJECTIVES = ("ttft", "tpot", "e2el")
 OK = "OK"
+_FIGURES = (
+    *("completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput"),
+    *("request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"),
+    *("max_concurrent_requests", "max_send_delay_ms"),
+)
+"""Of a `Summary`, under the same names in JSON."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -190,17 +196,7 @@ class Summary:
         """JSON-ready, under the names of `vllm bench serve`."""
         return {
             "duration": self.duration_s,
-            "completed": self.completed,
-            "failed": self.failed,
-            "total_input_tokens": self.total_input_tokens,
-            "total_output_tokens": self.total_output_tokens,
-            "request_throughput": self.request_throughput,
-            "request_goodput": self.request_goodput,
-            "output_throughput": self.output_throughput,
-            "total_token_throughput": self.total_token_throughput,
-            "max_output_tokens_per_s": self.max_output_tokens_per_s,
-            "max_concurrent_requests": self.max_concurrent_requests,
-            "max_send_delay_ms": self.max_send_delay_ms,
+            **{name: getattr(self, name) for name in _FIGURES},
             "errors_by_status": dict(self.errors),
             "refused": self.num_refusals,
             **_latency_fields(self.latencies),

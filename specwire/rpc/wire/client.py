@@ -55,7 +55,7 @@ def generate_request(
     prompt: str | None,
     params: SamplingParams,
     prompt_token_ids: Sequence[int] | None = None,
-    messages: Iterable[dict[str, Any]] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -137,10 +137,12 @@ def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
     return checked
 
 
-def _messages(messages: Iterable[dict[str, Any]]) -> list[generation_pb2.Message]:
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[generation_pb2.Message]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InvalidRequestError("messages", messages, 'must be a list of {"role": ..., "content": ...}')
     out = []
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise InvalidRequestError(f"messages[{i}]", message, "must have role and content")
         if not all(isinstance(message[name], str) for name in ("role", "content")):
             raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
