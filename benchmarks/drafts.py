@@ -32,10 +32,9 @@ from benchmarks.prompts import python_windows
 from specwire import AsyncClient, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
+from tools.drafts import TrainEagle3Config, TrainHeadsConfig
 from tools.eagle3 import training as eagle3_training
-from tools.eagle3.config import TrainEagle3Config
 from tools.heads import training
-from tools.heads.config import TrainHeadsConfig
 
 VOCAB_SIZE = 1792
 BEGIN, END = "<s>", "</s>"

@@ -149,7 +149,7 @@ class Burst:
 
 def tpot_ms(first_s: float, end_s: float, num_tokens: int) -> float:
     """Time per output token after the first, as `tools.bench.metrics` defines it; of at least two."""
-    record = RequestRecord(start_s=0.0, end_s=end_s, chunk_times_s=(first_s,), num_output_tokens=num_tokens)
+    record = RequestRecord(start_s=0.0, end_s=end_s, chunk_times_s=[first_s], num_output_tokens=num_tokens)
     value = record.tpot_ms
     assert value is not None, "one token has no time per token after the first"
     return value

@@ -37,7 +37,8 @@ from specwire import SamplingParams, embedded
 from specwire.cli.process import Service
 from specwire.cli.supervisor import Stack
 from specwire.config.models import EMBEDDED
-from tools.bench.backends import Attempt, OpenAIServer
+from tools.bench.backends import OpenAIServer
+from tools.bench.metrics import RequestRecord
 from tools.bench.prompts import Prompt
 
 PYTHON = Path("build/peers/bin/python")
@@ -148,7 +149,7 @@ async def server(url: str, model: str) -> AsyncIterator[OpenAIServer]:
 async def rate(asked: OpenAIServer, params: SamplingParams, num_streams: int, turn: int) -> float:
     """Tokens a second of so many requests at once."""
     await asyncio.sleep(_PAUSE_S)
-    began_s, attempts = time.monotonic(), [Attempt() for _ in range(num_streams)]
+    began_s, attempts = time.monotonic(), [RequestRecord() for _ in range(num_streams)]
     await asyncio.gather(
         *(
             asked.send(

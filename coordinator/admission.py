@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from specwire.config.security.bearer import Principal
 from specwire.errors import ResourceExhaustedError, StreamIdleError
@@ -35,17 +34,6 @@ class _Entry:
     client: Principal
     has_begun: bool
     admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-class Pause(Protocol):
-    """A generation that waits for its client."""
-
-    @property
-    def client(self) -> Principal: ...
-
-    def end_pause(self) -> None:
-        """End it with an error."""
-        ...
 
 
 class AdmissionSlot:
@@ -97,7 +85,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
         self._waiting: list[_Entry] = []
-        self._paused: list[Pause] = []  # the longest pause comes first
+        self._paused: list[AdmissionSlot] = []  # the longest pause comes first
         self._last_turn: dict[str, int] = {}
         self._num_turns = 0
         self._mean_turn_s = 1.0
@@ -142,14 +130,13 @@ class Admission:
             self._make_room(client)
         await self._enqueue(_Entry(client, has_begun))
 
-    def release(self, client: Principal, turn_s: float | None) -> None:
-        """A generation of the client stops running after `turn_s` seconds; None if that is not known."""
-        if turn_s is not None:
-            self._mean_turn_s += _SMOOTHING * (turn_s - self._mean_turn_s)
+    def release(self, client: Principal, turn_s: float) -> None:
+        """A generation of the client stops running after `turn_s` seconds."""
+        self._mean_turn_s += _SMOOTHING * (turn_s - self._mean_turn_s)
         self._release(client.name)
 
     @contextlib.contextmanager
-    def paused(self, slot: Pause) -> Iterator[None]:
+    def paused(self, slot: AdmissionSlot) -> Iterator[None]:
         """Count one more as paused while the body runs; over the limit, another pause ends."""
         self._paused.append(slot)
         if self.num_paused > self._max_running + self._max_waiting:

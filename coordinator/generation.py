@@ -91,15 +91,12 @@ class Planner(Protocol):
     @property
     def limit(self) -> int:
         """Longest path of draft tokens that it ever plans."""
-        ...
 
     def plan(self) -> Plan:
         """For the next round; from past rounds alone, never from the tokens that it would leave out."""
-        ...
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """Learn from a round and the time that it took, including what its consumer did with it."""
-        ...
 
 
 class Drafter(Protocol):
@@ -108,25 +105,20 @@ class Drafter(Protocol):
     @property
     def unavailable(self) -> str:
         """Why the draft was not there for a part of the generation; empty if it always was."""
-        ...
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
         """The target goes on by itself with this proposal, which was prepared; the draft works on from it."""
-        ...
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         """At most the planned number of draft tokens; none when the draft does not answer in time."""
-        ...
 
     def observe(self, done: Round) -> None:
         """Learn from a round, whose tokens are committed now."""
-        ...
 
     def close(self) -> None:
         """Release what it holds; a later round may still ask for a proposal."""
-        ...
 
 
 class Verifier(Protocol):
@@ -140,7 +132,6 @@ class Verifier(Protocol):
         Args:
             is_plain: no proposal is planned for the rounds after this one, so it may begin them by itself.
         """
-        ...
 
     def begun(self, committed: Sequence[int], outcome: Outcome) -> Proposal | None:
         """The proposal that the target judges next by itself, after the outcome of the last verdict; an empty
@@ -148,7 +139,6 @@ class Verifier(Protocol):
 
         None if it waits for a request, or came to another outcome.
         """
-        ...
 
 
 @dataclass(slots=True)
@@ -213,11 +203,9 @@ class Turns(Protocol):
     @property
     def may_start(self) -> bool:
         """Whether one may now."""
-        ...
 
     async def wait(self) -> None:
         """Until one may."""
-        ...
 
 
 class Generation:

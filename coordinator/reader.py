@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self
 
 from coordinator.credit import Credit
-from coordinator.stepped import Stepped
 from specwire.errors import StreamIdleError
 
 _MAX_UNWRITTEN_ROUNDS = 8
@@ -47,6 +46,43 @@ class Writes:
         due, self._due = self._due, []
         for begin in due:
             begin()
+
+
+class Stepped:
+    """Runs a coroutine without a task: to its first wait at once, and on whenever what it waits for is done.
+
+    For a coroutine that asks for no task, as timeouts do.
+    """
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, None], on_end: Callable[[BaseException | None], None]
+    ) -> None:
+        """Args:
+        on_end: called when it has ended, with its error if it failed.
+        """
+        self._coroutine = coroutine
+        self._on_end = on_end
+        self._waits_for: asyncio.Future[Any] | None = None
+        self._step()
+
+    def _step(self, _: object = None) -> None:
+        try:
+            self._waits_for = future = self._coroutine.send(None)
+        except StopIteration:
+            self._on_end(None)
+        except (Exception, asyncio.CancelledError) as error:
+            self._on_end(error)
+        else:
+            if future is None:
+                asyncio.get_running_loop().call_soon(self._step)
+            else:
+                future._asyncio_future_blocking = False  # the answer to `await`, as a task gives it
+                future.add_done_callback(self._step)
+
+    def cancel(self) -> None:
+        """Raise `CancelledError` where it waits."""
+        if self._waits_for is not None:
+            self._waits_for.cancel()
 
 
 class CreditReader:

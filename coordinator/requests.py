@@ -12,7 +12,7 @@ import hashlib
 import random
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from coordinator.beams.checks import check_beams, end_ids, rules_of
 from coordinator.drafts.choice import DraftChoice, DraftChoices
@@ -58,8 +58,8 @@ class CheckedRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRequest:
-    """One sequence to generate.
+class GenerationRequest(CheckedRequest):
+    """One sequence to generate: a request with the tokens of its prompt.
 
     Attributes:
         prompt_token_ids: [prompt_len], at least one; of an encoder-decoder, its input and what its decoder
@@ -70,28 +70,22 @@ class GenerationRequest:
         target: the model that generates.
         generated_token_ids: emitted before, by another coordinator; they count towards `max_tokens`.
         resume_info: what the client must send to resume the generation.
-        report_progress: whether chunks carry the round's draft tokens, counts and times.
-        num_draft_tokens, max_depth, num_chains: as of the `CheckedRequest`.
-        draft: what proposes.
         output_scope: of `EarlierOutputs`; None where the draft uses none.
         beam_rules: of a beam search; None for any other request.
-        why_plain: as of the `CheckedRequest`.
     """
 
     prompt_token_ids: Sequence[int]
-    params: SamplingParams
     keyed_params: SamplingParams
     target: ModelInfo
     generated_token_ids: Sequence[int]
     resume_info: ResumeInfo
-    report_progress: bool
-    num_draft_tokens: int | None
-    draft: DraftChoice
     output_scope: str | None
-    max_depth: int | None
-    num_chains: int = 1
     beam_rules: BeamRules | None = None
-    why_plain: str = ""
+
+    @property
+    def report_progress(self) -> bool:
+        """Whether chunks carry the round's draft tokens, counts and times."""
+        return self.message.report_progress
 
     @property
     def prompt_len(self) -> int:
@@ -210,9 +204,10 @@ class RequestParser:
         is_adaptive = checked.num_draft_tokens is None or scope is not None or learns
         rules = rules_of(params, target)
         keyed = with_early_ends(_keyed(params, is_adaptive=is_adaptive), target)
+        known = {each.name: getattr(checked, each.name) for each in fields(checked)} | {"params": params}
         return GenerationRequest(
+            **known,
             prompt_token_ids=prompt,
-            params=params,
             keyed_params=replace(keyed, logprobs=rules.num_top) if rules else keyed,
             target=target,
             generated_token_ids=generated_token_ids,
@@ -223,14 +218,8 @@ class RequestParser:
                 params=params,
                 target=target,
             ),
-            report_progress=message.report_progress,
-            num_draft_tokens=checked.num_draft_tokens,
-            draft=checked.draft,
             output_scope=scope,
-            max_depth=checked.max_depth,
-            num_chains=checked.num_chains,
             beam_rules=rules,
-            why_plain=checked.why_plain,
         )
 
     def _with_grammar(self, params: SamplingParams, draft: DraftChoice) -> DraftChoice:

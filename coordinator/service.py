@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
-from coordinator import starting
 from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
@@ -17,11 +18,17 @@ from specwire.rpc.server import Server
 from specwire.rpc.wire import tokenizer_files
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles
 from specwire.telemetry import endpoint, tracing
+from specwire.telemetry.logs import NOTICE
 from specwire.text import tokenizer
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 _SYSTEM_NAMES = Names()
+_AT_ONCE_S = 0.5
+"""Services that are there answer within this time, and nothing is said of a wait."""
+_AGAIN_S = 10.0
 
 
 @contextlib.asynccontextmanager
@@ -43,7 +50,7 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         credentials = config.peer_credentials
         verify = VerifyPool(config.verify_address, names, credentials)
         stack.push_async_callback(verify.close)
-        async with starting.waiting_for(config, verify):
+        async with _waiting_for(config, verify):
             await verify.connect(config.connect_timeout_s)
         draft = DraftPool(
             config.draft_address,
@@ -54,7 +61,7 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         )
         stack.push_async_callback(draft.close)
         await draft.connect()
-        starting.log_found(config, verify, draft)
+        _log_found(config, verify, draft)
         files = await _tokenizer_files(config, verify)
         loaded = _load_tokenizer(config, files, verify.info.name)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -80,3 +87,40 @@ def _load_tokenizer(config: CoordinatorConfig, files: TokenizerFiles, model: str
     if path and loaded is None:
         raise ConfigError(f"--chat-template {path}: the target has no tokenizer")
     return loaded
+
+
+@contextlib.asynccontextmanager
+async def _waiting_for(config: CoordinatorConfig, verify: VerifyPool) -> AsyncIterator[None]:
+    """Say now and then what is waited for while the body runs."""
+    saying = asyncio.create_task(_say(config, verify))
+    try:
+        yield
+    finally:
+        saying.cancel()
+
+
+async def _say(config: CoordinatorConfig, verify: VerifyPool) -> None:
+    await asyncio.sleep(_AT_ONCE_S)
+    draft = f", draft at {config.draft_address}" if config.draft_address else ""
+    patience = f"for {config.connect_timeout_s:g} s, and as long as it loads its model"
+    log.log(NOTICE, "waiting for verify at %s%s, %s", config.verify_address, draft, patience)
+    while True:
+        await asyncio.sleep(_AGAIN_S)
+        log.log(NOTICE, "still waiting: %s", verify.unavailable)
+
+
+def _log_found(config: CoordinatorConfig, verify: VerifyPool, draft: DraftPool) -> None:
+    """Say what serves, and how requests are served that leave it open."""
+    log.log(NOTICE, "target %s at %s", verify.info.summary, config.verify_address)
+    if draft.info is not None:
+        log.log(NOTICE, "draft %s at %s", draft.info.summary, config.draft_address)
+    elif config.draft_address:
+        log.log(NOTICE, "no draft yet at %s: decoding plainly until it serves", config.draft_address)
+    given = config.own_draft.source if config.own_draft else config.text_draft and config.text_draft.method
+    log.log(
+        NOTICE,
+        "rule %s; draft tokens a round %s%s",
+        config.rule,
+        config.num_draft_tokens,
+        f"; drafts by {given}" if given else "",
+    )

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from coordinator import metrics, spans
@@ -55,7 +54,7 @@ from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
 from specwire.telemetry.metrics import Group
 from specwire.telemetry.propagation import REQUEST_ID
-from specwire.telemetry.tracing import Span, SpanKind
+from specwire.telemetry.tracing import SpanKind
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
 
@@ -69,7 +68,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The coordinator's service, as its clients see it.
 
     Attributes:
-        totals: of this process.
+        totals, admission, texts: of this process.
+        verify, draft: the model services.
     """
 
     def __init__(
@@ -85,27 +85,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Args:
         files: of the tokenizer.
         """
-        self._config = config
-        self._texts = TextDrafts(config.text_draft, tokenizer)
-        self._verify = verify
-        self._draft = draft
+        self.config: CoordinatorConfig = config
+        self.texts: TextDrafts = TextDrafts(config.text_draft, tokenizer)
+        self.verify: VerifyPool = verify
+        self.draft: DraftPool = draft
         self._tokenizer = tokenizer
         self._files = files
         self._files_hash = files.hash
         self._tracer = tracer
         self._started_s = time.monotonic()
-        self._admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
+        self.admission: Admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
         self._choice = SharedChoice(
-            lambda: self._admission.num_running,
+            lambda: self.admission.num_running,
             told=lambda: (verify.info.costs, draft.info.costs if draft.info else None),
             num_outcomes=config.fixed_outcomes,
             may_prepare=self._may_prepare,
         )
         self._own_choice = SharedChoice(
-            lambda: self._admission.num_running, told=lambda: (verify.info.costs, None)
+            lambda: self.admission.num_running, told=lambda: (verify.info.costs, None)
         )
         self._kseq_choice = SharedChoice(
-            lambda: self._admission.num_running, num_chains=config.model_draft.num_chains
+            lambda: self.admission.num_running, num_chains=config.model_draft.num_chains
         )
         self._beam_costs = SharedBeamCosts()
         drafts = DraftChoices(
@@ -123,33 +123,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._default_requests = DefaultRequests(config, drafts, self.choice)
         self._num_finished = 0
         self._writes = Writes()
-        self.totals = Totals()
+        self.totals: Totals = Totals()
 
     def _may_prepare(self) -> bool:
         """Whether the draft works during the target's passes: not where both would then be slower."""
-        draft, target = self._draft.info, self._verify.info
-        is_fixed = self._config.fixed_outcomes is not None
+        draft, target = self.draft.info, self.verify.info
+        is_fixed = self.config.fixed_outcomes is not None
         return is_fixed or draft is None or not draft.takes_turns_with(target)
 
     @property
     def choice(self) -> SharedChoice:
         """What the streams of this process learn together, or follow: those that draft by default."""
-        if self._config.model_draft.selection:
+        if self.config.model_draft.selection:
             return self._kseq_choice
         return self._own_choice if self._drafts_in_target else self._choice
 
-    def metrics(self) -> Group[metrics.CoordinatorSnapshot]:
+    def metrics(self) -> Group[GenerationServicer]:
         """For Prometheus."""
-        now = metrics.CoordinatorSnapshot(
-            self.totals,
-            self._admission,
-            self.choice,
-            self._texts.earlier,
-            self._verify,
-            self._draft,
-            self._config,
-        )
-        return Group(metrics.TABLE, lambda: now, {"model_name": self._verify.info.name})
+        return Group(metrics.TABLE, lambda: self, {"model_name": self.verify.info.name})
 
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
@@ -159,19 +150,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             # A stream that ends without a request counts as one whose request has no prompt.
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
-            call.span.set(spans.of_request(checked, self._verify.info.name))
+            call.span.set(spans.of_request(checked, self.verify.info.name))
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
-            pace = credit, self._config.idle_timeout_s, self._writes
+            pace = credit, self.config.idle_timeout_s, self._writes
             async with (
                 CreditReader(context.write, *pace, has_each=message.report_progress) as reader,
                 self._admitted(checked.caller, call) as slot,
                 acknowledged(requests, reader),
             ):
                 request = await self._parser.encode(checked)
+                served = _Served(request, planner, reader, slot, context.time_remaining, call)
                 try:
-                    generate = self._search if request.beam_rules is not None else self._generate
-                    await generate(request, planner, reader, slot, context, call)
+                    await (self._search if request.beam_rules is not None else self._generate)(served)
                 finally:
                     self._num_finished += 1
                     self._default_requests.log_once()
@@ -197,31 +188,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call.ledger.switch(Stage.ADMISSION)
         async with contextlib.AsyncExitStack() as stack:
             with self._tracer.span("admission", parent=call.span.context):
-                slot = await stack.enter_async_context(self._admission.slot(caller))
+                slot = await stack.enter_async_context(self.admission.slot(caller))
             call.ledger.switch(Stage.COORDINATOR)
             yield slot
 
-    async def _generate(
-        self,
-        request: GenerationRequest,
-        planner: Planner,
-        reader: CreditReader,
-        slot: AdmissionSlot,
-        context: Any,
-        call: CallRecord,
-    ) -> None:
-        await self._score_prompt(request, reader, slot, context, call)
-        with self._peers(request, planner, context.time_remaining, call.span) as (drafter, verifier):
+    async def _generate(self, served: _Served) -> None:
+        request, reader, call = served.request, served.reader, served.call
+        await self._score_prompt(served)
+        with self._peers(served) as (drafter, verifier):
             generation = Generation(
                 request,
                 drafter,
                 verifier,
-                planner=planner,
+                planner=served.planner,
                 ledger=call.ledger,
                 tracer=self._tracer,
-                trace_detail=self._config.trace_detail,
+                trace_detail=self.config.trace_detail,
                 parent=call.span,
-                turns=_Turns(reader, slot, call.ledger, (drafter, verifier)),
+                turns=served.turns(drafter, verifier),
             )
             session = Session(
                 request,
@@ -245,60 +229,34 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         if session.ended:
                             break
             completion = session.completion(drafter.unavailable)
-        last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
-        reader.send(lambda: last)
+        served.send(generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion)))
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
-    async def _score_prompt(
-        self,
-        request: GenerationRequest,
-        reader: CreditReader,
-        slot: AdmissionSlot,
-        context: Any,
-        call: CallRecord,
-    ) -> None:
+    async def _score_prompt(self, served: _Served) -> None:
         """Report the prompt's log probabilities, if they are asked for; a stream that is resumed has them."""
+        request, call = served.request, served.call
         if request.params.prompt_logprobs is None or request.generated_token_ids:
             return
-        verifier = RemoteVerifier(
-            self._verify,
-            scoring(request),
-            remaining_s=context.time_remaining,
-            timeout_s=self._config.failover_timeout_s,
-            tracer=self._tracer,
-            parent=call.span,
-        )
-        with contextlib.closing(verifier):
+        with contextlib.closing(self._remote_verifier(scoring(request), served)) as verifier:
             scores = PromptScores(
                 request,
                 verifier,
                 tokenizer=self._tokenizer,
                 ledger=call.ledger,
                 parent=call.span,
-                turns=_Turns(reader, slot, call.ledger, (verifier,)),
+                turns=served.turns(verifier),
             )
             async with contextlib.aclosing(scores.messages()) as messages:
                 async for message in messages:
-                    reader.send(partial(lambda ready: ready, message))
+                    served.send(message)
 
-    async def _search(
-        self,
-        request: GenerationRequest,
-        planner: Planner,
-        reader: CreditReader,
-        slot: AdmissionSlot,
-        context: Any,
-        call: CallRecord,
-    ) -> None:
+    async def _search(self, served: _Served) -> None:
         """A beam search, which the client hears of at its end."""
-        remaining_s = context.time_remaining
+        request, reader, call = served.request, served.reader, served.call
         assert request.beam_rules is not None
-        verifiers = [
-            self._verifier(request, planner, remaining_s, call.span)
-            for _ in range(request.beam_rules.num_beams)
-        ]
+        verifiers = [self._verifier(served) for _ in range(request.beam_rules.num_beams)]
         targets = Followers(verifiers, request.prompt_token_ids)
-        drafts = self._beam_drafts(request, remaining_s(), call.span)
+        drafts = self._beam_drafts(served, request.beam_rules.num_beams)
         num_draft_tokens = request.num_draft_tokens if drafts.has_any else 0
         with contextlib.closing(targets), contextlib.closing(drafts):
             search = BeamGeneration(
@@ -309,12 +267,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     num_draft_tokens,
                     request.max_depth,
                     self._beam_costs,
-                    why_plain=request.why_plain or self._draft.unavailable,
+                    why_plain=request.why_plain or self.draft.unavailable,
                 ),
                 ledger=call.ledger,
                 tracer=self._tracer,
                 parent=call.span,
-                turns=_Turns(reader, slot, call.ledger, (drafts, targets)),
+                turns=served.turns(drafts, targets),
             )
             answer = BeamAnswer(
                 request, tokenizer=self._tokenizer, ledger=call.ledger, totals=self.totals.tally
@@ -328,91 +286,78 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         num_sent = len(first.chunk.tokens)
         reader.credit.spend(num_emitted=num_sent, num_sent=num_sent)
         call.count(num_sent)
-        last = generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion))
-        for response in (first, last):
-            reader.send(partial(lambda message: message, response))
+        served.send(first)
+        served.send(generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion)))
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
-    def _beam_drafts(self, request: GenerationRequest, deadline_s: float | None, parent: Span) -> BeamDrafts:
+    def _beam_drafts(self, served: _Served, num_beams: int) -> BeamDrafts:
         """A sequence of the draft service for each beam; none without a draft."""
-        rules = request.beam_rules
-        assert rules is not None
-        num_slots = rules.num_beams if request.draft.uses_model and self._config.draft_address else 0
+        request = served.request
+        num_slots = num_beams if request.draft.uses_model and self.config.draft_address else 0
         of_drafts = replace(request, keyed_params=replace(request.keyed_params, logprobs=None))
-        slots = [self._remote_drafter(of_drafts, deadline_s, parent) for _ in range(num_slots)]
+        slots = [self._remote_drafter(of_drafts, served) for _ in range(num_slots)]
         return BeamDrafts(slots, request.prompt_token_ids)
 
     @contextlib.contextmanager
-    def _peers(
-        self,
-        request: GenerationRequest,
-        planner: Planner,
-        remaining_s: Callable[[], float | None],
-        parent: Span,
-    ) -> Iterator[tuple[Drafter, RemoteVerifier]]:
+    def _peers(self, served: _Served) -> Iterator[tuple[Drafter, RemoteVerifier]]:
         """Draft and verify for one sequence; their streams end with the context."""
-        verifier = self._verifier(request, planner, remaining_s, parent)
-        drafter = self._drafter(request, remaining_s(), parent, verifier)
+        verifier = self._verifier(served)
+        drafter = self._drafter(served, verifier)
         with contextlib.closing(verifier), contextlib.closing(drafter):
             yield drafter, verifier
 
-    def _verifier(
-        self,
-        request: GenerationRequest,
-        planner: Planner,
-        remaining_s: Callable[[], float | None],
-        parent: Span,
-    ) -> RemoteVerifier:
+    def _verifier(self, served: _Served) -> RemoteVerifier:
+        request = served.request
         is_alone = request.num_chains == 1 and request.beam_rules is None
-        return RemoteVerifier(
-            self._verify,
+        return self._remote_verifier(
             request,
-            remaining_s=remaining_s,
-            timeout_s=self._config.failover_timeout_s,
-            tracer=self._tracer,
-            parent=parent,
-            goes_on=self._config.verify_ahead and not request.draft.uses_text and is_alone,
-            max_depth=planner.limit,
+            served,
+            goes_on=self.config.verify_ahead and not request.draft.uses_text and is_alone,
+            max_depth=served.planner.limit,
             drafts=request.draft.uses_own or request.draft.follows_grammar,
         )
 
-    def _drafter(
-        self,
-        request: GenerationRequest,
-        deadline_s: float | None,
-        parent: Span,
-        verifier: RemoteVerifier,
-    ) -> Drafter:
+    def _remote_verifier(self, request: GenerationRequest, served: _Served, **options: Any) -> RemoteVerifier:
+        return RemoteVerifier(
+            self.verify,
+            request,
+            remaining_s=served.remaining_s,
+            timeout_s=self.config.failover_timeout_s,
+            tracer=self._tracer,
+            parent=served.call.span,
+            **options,
+        )
+
+    def _drafter(self, served: _Served, verifier: RemoteVerifier) -> Drafter:
         """The target itself, the draft service, a text, or both of these."""
+        request = served.request
         if request.draft.uses_own:
             return OwnDrafter(verifier)
-        drafter: Drafter = self._remote_drafter(request, deadline_s, parent, on_prepared=verifier.prepare)
+        drafter: Drafter = self._remote_drafter(request, served, on_prepared=verifier.prepare)
         if request.draft.method:
-            drafter = self._texts.drafter(request, drafter)
-        return self._texts.forced(request, drafter, verifier) if request.draft.follows_grammar else drafter
+            drafter = self.texts.drafter(request, drafter)
+        return self.texts.forced(request, drafter, verifier) if request.draft.follows_grammar else drafter
 
-    def _remote_drafter(
-        self, request: GenerationRequest, deadline_s: float | None, parent: Span, **options: Any
-    ) -> RemoteDrafter:
+    def _remote_drafter(self, request: GenerationRequest, served: _Served, **options: Any) -> RemoteDrafter:
         return RemoteDrafter(
-            self._draft,
+            self.draft,
             request,
-            timeout_s=self._config.draft_timeout_ms / 1e3,
-            deadline_s=deadline_s,
+            timeout_s=self.config.draft_timeout_ms / 1e3,
+            deadline_s=served.remaining_s(),
             tracer=self._tracer,
-            parent=parent,
+            parent=served.call.span,
             **options,
         )
 
     def _planner(self, checked: CheckedRequest) -> Planner:
         num_draft_tokens = checked.num_draft_tokens
         if checked.draft.uses_own:
-            has_trees = self._verify.info.trees
+            has_trees = self.verify.info.trees
             return _planner_of(self._own_choice, checked, num_draft_tokens, has_trees=has_trees)
         model = self._model_planner(checked)
         if not checked.draft.uses_text:
             return model
-        most = self._texts.config(checked.draft.method).num_speculative_tokens
+        most = self.texts.config(checked.draft.method).num_speculative_tokens
         return WithText(model, most if num_draft_tokens is None else num_draft_tokens)
 
     def _model_planner(self, checked: CheckedRequest) -> Planner:
@@ -424,17 +369,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return _planner_of(self._choice, checked, num_draft_tokens, has_trees=has_trees)
 
     def _draft_has_trees(self) -> bool:
-        info = self._draft.info
+        info = self.draft.info
         return info is not None and info.trees
 
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
-        draft = self._draft.info
+        draft = self.draft.info
         return generation_pb2.GetModelInfoResponse(
             target=wire.model_info_to_proto(self._target_info()),
             draft=wire.model_info_to_proto(draft) if draft else None,
-            num_draft_tokens=self._config.fixed_draft_tokens,
+            num_draft_tokens=self.config.fixed_draft_tokens,
         )
 
     async def GetTokenizer(  # noqa: N802
@@ -446,7 +391,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The target with what clients of a conversation need to know."""
         template = self._tokenizer.tool_template if self._tokenizer else ""
         return replace(
-            self._verify.info,
+            self.verify.info,
             chat_template=template,
             tokenizer_hash=self._files_hash,
             tokenizer_bytes=len(self._files.data),
@@ -460,20 +405,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             problem = f"must be at most {_MAX_ASKED} numbers in [1, {_MAX_STREAMS_ASKED}]"
             raise InvalidRequestError("if_num_streams", [*asked], problem)
         return generation_pb2.GetStatusResponse(
-            num_running=self._admission.num_running,
-            num_waiting=self._admission.num_waiting,
-            num_paused=self._admission.num_paused,
+            num_running=self.admission.num_running,
+            num_waiting=self.admission.num_waiting,
+            num_paused=self.admission.num_paused,
             num_finished=self._num_finished,
-            draft_unavailable=self._draft.unavailable,
-            why_plain=self._default_requests.why_plain(self._draft.unavailable),
+            draft_unavailable=self.draft.unavailable,
+            why_plain=self._default_requests.why_plain(self.draft.unavailable),
             uptime_ms=int((time.monotonic() - self._started_s) * 1e3),
-            verify_replicas=map(_replica_status, self._verify.replicas),
-            draft_replicas=map(_replica_status, self._draft.replicas),
+            verify_replicas=map(_replica_status, self.verify.replicas),
+            draft_replicas=map(_replica_status, self.draft.replicas),
             by_source=[
                 generation_pb2.SourceTotals(**asdict(each)) for each in self.totals.tally.by_source.values()
             ],
             ways=map(_way_status, self.choice.compared()),
-            num_workers=self._config.workers,
+            num_workers=self.config.workers,
             choices=[
                 generation_pb2.ChoiceStatus(
                     num_streams=num, ways=map(_way_status, self.choice.at(num).expected())
@@ -516,6 +461,30 @@ class _Turns:
                 await self.reader.ready()
                 self.ledger.switch(Stage.ADMISSION)
         self.ledger.switch(Stage.COORDINATOR)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A request that has its slot, and its client.
+
+    Attributes:
+        remaining_s: until its deadline; None without one.
+    """
+
+    request: GenerationRequest
+    planner: Planner
+    reader: CreditReader
+    slot: AdmissionSlot
+    remaining_s: Callable[[], float | None]
+    call: CallRecord
+
+    def turns(self, *peers: Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier]) -> _Turns:
+        """When its rounds may start; meanwhile these peers' sequences may be closed."""
+        return _Turns(self.reader, self.slot, self.call.ledger, peers)
+
+    def send(self, message: generation_pb2.GenerateResponse) -> None:
+        """Write a message that is ready, after those before it."""
+        self.reader.send(lambda: message)
 
 
 @contextlib.asynccontextmanager

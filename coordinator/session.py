@@ -120,25 +120,15 @@ class Session:
 
     def completion(self, draft_unavailable: str) -> Completion:
         """The generation so far; at its end, what the last message of the stream says."""
-        params, target = self._request.params, self._request.target
         stopped = self._stop_reason is not None
-        return Completion(
-            text="",  # the chunks have the tokens and their text
-            token_ids=(),
+        return completed(
+            self._request,
+            self._tally,
+            self._ledger,
+            draft_unavailable,
+            num_tokens=self._chunk.num_tokens,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            usage=Usage(
-                prompt_tokens=self._request.num_prompt_tokens,
-                completion_tokens=self._chunk.num_tokens,
-                cached_tokens=self._tally.num_cached_tokens,
-            ),
-            speculation=self._tally.speculation(draft_unavailable),
-            timing=self._ledger.timing(),
             stop_reason=self._stop_reason,
-            seed=params.seed or 0,
-            rule=params.rule or Rule.REJECTION,
-            model=target.name,
-            reproducible=not self._request.why_not_reproducible,
-            why_not_reproducible=self._request.why_not_reproducible,
         )
 
     def _assemble(self) -> None:
@@ -198,3 +188,37 @@ class Session:
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""
+
+
+def completed(
+    request: GenerationRequest,
+    tally: Tally,
+    ledger: Ledger,
+    draft_unavailable: str,
+    *,
+    num_tokens: int,
+    **ended: Any,
+) -> Completion:
+    """A generation as its last message says it; the chunks have the tokens and their text.
+
+    Args:
+        num_tokens: of the output.
+        ended: the fields of `Completion` about its end.
+    """
+    return Completion(
+        text="",
+        token_ids=(),
+        usage=Usage(
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=num_tokens,
+            cached_tokens=tally.num_cached_tokens,
+        ),
+        speculation=tally.speculation(draft_unavailable),
+        timing=ledger.timing(),
+        seed=request.params.seed or 0,
+        rule=request.params.rule or Rule.REJECTION,
+        model=request.target.name,
+        reproducible=not request.why_not_reproducible,
+        why_not_reproducible=request.why_not_reproducible,
+        **ended,
+    )

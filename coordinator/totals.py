@@ -53,11 +53,9 @@ class CountedGeneration(Protocol):
     @property
     def ended(self) -> bool:
         """Whether it has reached a stop condition."""
-        ...
 
     def completion(self, draft_unavailable: str) -> Completion:
         """The generation so far."""
-        ...
 
 
 @dataclass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from specwire.cli.signals import end_on_signals
@@ -14,10 +16,8 @@ from specwire.config.parser import add_command
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params
 from specwire.config.stack import DemoConfig, TuneConfig
 from specwire.engine import threads
+from tools import drafts
 from tools.bench import command as bench
-from tools.eagle3.config import TrainEagle3Config
-from tools.heads.config import TrainHeadsConfig
-from tools.layers.config import SearchLayersConfig
 from tools.timeline import command as timeline
 
 add_bench, add_timeline = bench.add_command, timeline.add_command
@@ -43,12 +43,15 @@ def add_proxy(commands: Any) -> None:
 
 def add_training(commands: Any) -> None:
     """Add what makes drafts of a target's own."""
+    heads = partial(_make, "train-heads", drafts.train_heads)
     about = "train heads with which a target drafts for itself"
-    add_command(commands, "train-heads", about, TrainHeadsConfig, _train_heads)
+    add_command(commands, "train-heads", about, drafts.TrainHeadsConfig, heads)
+    eagle3 = partial(_make, "train-eagle3", drafts.train_eagle3)
     about = "train an EAGLE-3 with which a target drafts for itself"
-    add_command(commands, "train-eagle3", about, TrainEagle3Config, _train_eagle3)
+    add_command(commands, "train-eagle3", about, drafts.TrainEagle3Config, eagle3)
+    layers = partial(_make, "search-layers", drafts.search_layers)
     about = "search for layers without which a target drafts for itself"
-    add_command(commands, "search-layers", about, SearchLayersConfig, _search_layers)
+    add_command(commands, "search-layers", about, drafts.SearchLayersConfig, layers)
 
 
 def add_tune(commands: Any) -> None:
@@ -83,28 +86,9 @@ def _proxy(config: ProxyConfig, _: argparse.Namespace) -> int:
     return 0
 
 
-def _train_heads(config: TrainHeadsConfig, _: argparse.Namespace) -> int:
-    extras.require("specwire train-heads", "serve")
-    threads.spin_briefly(os.environ)
-    from tools.heads import command
-
+def _make(name: str, making: Callable[[Any], None], config: Any, _: argparse.Namespace) -> int:
+    extras.require(f"specwire {name}", "serve")
+    threads.spin_briefly(os.environ)  # which torch reads when it is loaded
     end_on_signals()
-    return command.run(config)
-
-
-def _train_eagle3(config: TrainEagle3Config, _: argparse.Namespace) -> int:
-    extras.require("specwire train-eagle3", "serve")
-    threads.spin_briefly(os.environ)
-    from tools.eagle3 import command
-
-    end_on_signals()
-    return command.run(config)
-
-
-def _search_layers(config: SearchLayersConfig, _: argparse.Namespace) -> int:
-    extras.require("specwire search-layers", "serve")
-    threads.spin_briefly(os.environ)
-    from tools.layers import command
-
-    end_on_signals()
-    return command.run(config)
+    making(config)
+    return 0

@@ -34,15 +34,6 @@ class Kind:
     needs_trees: bool = False
     needs_chance: bool = False
 
-    @property
-    def title(self) -> str:
-        """Above its text."""
-        return f"{self.name}, {self.about}:"
-
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """Of its request."""
-        return dataclasses.replace(params, **self.changes)
-
     def unavailable(self, params: SamplingParams, target: ModelInfo, draft: ModelInfo | None) -> str:
         """Why it cannot be shown; empty if it can."""
         if self.changes.get("draft") == _MODEL and draft is None:
@@ -87,7 +78,9 @@ def results(
     """
     target, draft = client.get_model_info()
     for kind in KINDS:
-        yield kind, kind.unavailable(params, target, draft) or generate(kind.title, kind.params(params))
+        why_not = kind.unavailable(params, target, draft)
+        asked = dataclasses.replace(params, **kind.changes)
+        yield kind, why_not or generate(f"{kind.name}, {kind.about}:", asked)
 
 
 def to_dict(compared: list[Result]) -> dict[str, Any]:
@@ -119,5 +112,10 @@ def _figures(done: Completion, plain: Completion) -> str:
     figures = f"{tokens_a_pass:13.2f}  {speed:8.0f}  {speed / tokens_per_s(plain):11.2f}"
     if done is plain:
         return figures
+    return f"{figures}  {likeness(done, plain)}"
+
+
+def likeness(done: Completion, plain: Completion) -> str:
+    """Whether a text is that of plain decoding."""
     same = done.token_ids == plain.token_ids
-    return f"{figures}  {'the same, token for token' if same else 'another draw from the same distribution'}"
+    return "the same, token for token" if same else "another draw from the same distribution"

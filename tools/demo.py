@@ -22,7 +22,7 @@ from specwire.completion import Completion, Speculation, Stage
 from specwire.config.stack import DemoConfig, StackConfig
 from specwire.core import SamplingParams
 from tools import compare
-from tools.compare import tokens_per_s
+from tools.compare import likeness, tokens_per_s
 
 PROMPT = '''class Stack:
     """A last-in, first-out stack."""
@@ -120,7 +120,7 @@ def _summary(speculative: Completion, plain: Completion, following: str, colour:
         ("without speculation", f"{slow:.0f} tokens/s, {passes(plain.speculation)}"),
         ("with speculation", f"{fast:.0f} tokens/s, {fast / slow:.1f} times as fast"),
         ("passes", passes(speculation)),
-        ("text", _likeness(speculative, plain)),
+        ("text", likeness(speculative, plain)),
         ("acceptance rate", _acceptance(speculation)),
         ("seed", f"{speculative.seed} (another text: --seed N)"),
     ]
@@ -138,11 +138,6 @@ def _summary(speculative: Completion, plain: Completion, following: str, colour:
             *stages,
         ]
     )
-
-
-def _likeness(speculative: Completion, plain: Completion) -> str:
-    same = plain.token_ids == speculative.token_ids
-    return "the same, token for token" if same else "another draw from the same distribution"
 
 
 def _acceptance(speculation: Speculation) -> str:

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from specwire.cli.supervisor import Stack
+from specwire.cli.terminal import aligned
 from specwire.client.client import AsyncClient
 from specwire.completion import Completion
 from specwire.config.stack import TuneConfig
 from specwire.core import Load, SamplingParams
 from specwire.errors import ConfigError
 from specwire.v1 import generation_pb2
-from tools import texts
+from tools import files
+from tools.bench.metrics import total_speculation
 from tools.bench.prompts import BUILT_IN
 
 _NUM_PROMPTS, _PROMPT_CHARACTERS = 16, 512
@@ -73,7 +75,7 @@ def read_prompts(path: str) -> list[str]:
     """
     if not path:
         return [*BUILT_IN]
-    text = texts.read(path)
+    text = files.read_text("--text", path)
     if len(text) < _PROMPT_CHARACTERS:
         raise ConfigError(f"--text {path}: has {len(text)} characters, under {_PROMPT_CHARACTERS}")
     step = max(1, (len(text) - _PROMPT_CHARACTERS) // (_NUM_PROMPTS - 1))
@@ -132,19 +134,15 @@ def _costs(load: Load, whose: str = "") -> str:
     if load.draft_pass_ns:
         drafts = (load.own_draft_ns(1, num) / 1e6 for num in (1, 4, 16, 64))
         words = ", ".join(f"{each:.2f}" for each in drafts)
-        return f"{_table(rows)}\na pass of the draft for 1, 4, 16, 64 sequences: {words} ms"
-    return _table(rows)
+        return f"{aligned(rows)}\na pass of the draft for 1, 4, 16, 64 sequences: {words} ms"
+    return aligned(rows)
 
 
 def _acceptance(done: Sequence[Completion]) -> str:
     """Of draft tokens by their place, in requests that fix their number."""
-    drafted, accepted = [0] * 64, [0] * 64
-    for each in done:
-        for place, num in enumerate(each.speculation.drafted_per_position):
-            drafted[place] += num
-        for place, num in enumerate(each.speculation.accepted_per_position):
-            accepted[place] += num
-    rates = [f"{kept / num:.2f}" for kept, num in zip(accepted, drafted, strict=True) if num]
+    total = total_speculation(each.speculation for each in done)
+    counts = zip(total.accepted_per_position, total.drafted_per_position, strict=True)
+    rates = [f"{kept / num:.2f}" for kept, num in counts if num]
     return f"accepted of this text, by place in the proposal: {' '.join(rates) or 'nothing was drafted'}"
 
 
@@ -159,14 +157,7 @@ def _choices(status: generation_pb2.GetStatusResponse, measured: dict[int, Measu
         seen = measured.get(choice.num_streams)
         ratio = f"{seen.ratio:.2f}" if seen else "-"
         rows.append([str(choice.num_streams), *ways[0], ratio, others])
-    return _table(rows) if len(rows) > 1 else "nothing is known of the costs of drafting: is there a draft?"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned(rows) if len(rows) > 1 else "nothing is known of the costs of drafting: is there a draft?"
 
 
 def _draw(path: Path, status: generation_pb2.GetStatusResponse) -> None:

@@ -8,10 +8,11 @@ from itertools import islice
 from coordinator.generation import Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
+from coordinator.session import completed
 from coordinator.tally import Tally
 from coordinator.text import TextAssembler
-from specwire.completion import Completion, FinishReason, Hypothesis, Usage
-from specwire.core import Fate, Rule
+from specwire.completion import Completion, FinishReason, Hypothesis
+from specwire.core import Fate
 from specwire.rpc.wire import client as client_wire
 from specwire.rule.beam_search import Scored
 from specwire.text.tokenizer import Tokenizer
@@ -70,25 +71,15 @@ class BeamAnswer:
 
     def completion(self, draft_unavailable: str) -> Completion:
         """As of a `Session`; the token counts are those of all texts."""
-        params, target = self._request.params, self._request.target
         best = self._hypotheses[0] if self._hypotheses else None
-        return Completion(
-            text="",  # the chunk has the tokens and their text
-            token_ids=(),
+        return completed(
+            self._request,
+            self._tally,
+            self._ledger,
+            draft_unavailable,
+            num_tokens=sum(len(each.token_ids) for each in self._hypotheses),
             finish_reason=best.finish_reason if best else FinishReason.LENGTH,
             stop_reason=best.stop_reason if best else None,
-            usage=Usage(
-                prompt_tokens=self._request.num_prompt_tokens,
-                completion_tokens=sum(len(each.token_ids) for each in self._hypotheses),
-                cached_tokens=self._tally.num_cached_tokens,
-            ),
-            speculation=self._tally.speculation(draft_unavailable),
-            timing=self._ledger.timing(),
-            seed=params.seed or 0,
-            rule=params.rule or Rule.REJECTION,
-            model=target.name,
-            reproducible=not self._request.why_not_reproducible,
-            why_not_reproducible=self._request.why_not_reproducible,
             hypotheses=self._hypotheses,
         )
 

@@ -7,25 +7,14 @@ from typing import Protocol
 
 from coordinator.beams.followers import Followers, Rewindable, together
 from coordinator.cost import Cost
-from coordinator.generation import Plan
+from coordinator.generation import Drafter, Plan
 from specwire.core import Proposal
 from specwire.rule.beam_search import Beam
 from specwire.telemetry import tracing
 
 
-class Slot(Rewindable, Protocol):
+class Slot(Rewindable, Drafter, Protocol):
     """A sequence of the draft, such as `peers.drafter.RemoteDrafter`."""
-
-    @property
-    def unavailable(self) -> str:
-        """Why the draft was not there; empty if it always was."""
-        ...
-
-    async def propose(
-        self, committed: Sequence[int], plan: Plan, parent: tracing.Span
-    ) -> tuple[Proposal, Cost]:
-        """Draft tokens after these."""
-        ...
 
 
 class BeamDrafts:

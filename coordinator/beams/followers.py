@@ -15,11 +15,9 @@ class Rewindable(Protocol):
 
     def rewind(self, length: int) -> None:
         """What was committed from there on is not any more."""
-        ...
 
     def close(self) -> None:
         """Release what it holds."""
-        ...
 
 
 Kind_co = TypeVar("Kind_co", bound=Rewindable, covariant=True)

@@ -17,11 +17,11 @@ from coordinator.beams.followers import Followers, Rewindable, together
 from coordinator.beams.planning import BeamPlanner, Size
 from coordinator.beams.trees import BeamTree, drafts_of, packed
 from coordinator.cost import Cost
-from coordinator.generation import Plan, Round, Turns
+from coordinator.generation import Plan, Round, Turns, Verifier
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from specwire.completion import Stage
-from specwire.core import MAX_TREE_NODES, NO_TOKEN, Logprobs, Outcome, Proposal, Verdict
+from specwire.core import MAX_TREE_NODES, NO_TOKEN, Logprobs, Outcome, Verdict
 from specwire.errors import InternalError, ServiceUnavailableError
 from specwire.proposals.estimate import clock
 from specwire.rule.beam_search import Beam, BeamSearch, Scored
@@ -32,14 +32,8 @@ _MAX_LIVE_NODES = 24
 own, which are in the target's cache. There is room for draft tokens, too."""
 
 
-class Target(Rewindable, Protocol):
+class Target(Rewindable, Verifier, Protocol):
     """The target's side, such as `peers.verifier.RemoteVerifier`."""
-
-    async def verify(
-        self, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
-    ) -> tuple[Verdict, Cost]:
-        """The target's log probabilities after the committed tokens and after each node."""
-        ...
 
 
 class BeamGeneration:

@@ -9,10 +9,8 @@ import numpy as np
 
 from coordinator.drafts.counts import Counted, CountedOutput, Table
 from coordinator.drafts.earlier import EarlierOutputs
-from coordinator.drafts.forced import Forced
-from coordinator.drafts.ngram import Ngram
-from coordinator.drafts.own import Target
-from coordinator.drafts.suffix import Suffix
+from coordinator.drafts.occurrences import Ngram, Suffix
+from coordinator.drafts.own import Forced, Target
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Drafter
 from coordinator.requests import GenerationRequest

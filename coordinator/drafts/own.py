@@ -1,4 +1,5 @@
-"""Proposals that the target makes by itself: they arrive with the verdict before. Pure."""
+"""Proposals that the target makes by itself, and what a grammar leaves no choice about, which it says: both
+arrive with the verdict before. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +7,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.cost import CallOutcome, Cost
+from coordinator.drafts.text import Guess
 from coordinator.generation import Plan, Round
 from specwire.core import Proposal
 from specwire.telemetry import tracing
+
+PRIOR = 0.5
+"""Share of the tokens that a grammar leaves no choice about which the target spells alike, before it is
+measured. Of the embedded target, which has seen little JSON."""
 
 
 class Target(Protocol):
@@ -16,11 +22,9 @@ class Target(Protocol):
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
         """What it is to propose after verdicts from now on; nothing for 0 draft tokens."""
-        ...
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:
         """What it proposed after the last verdict; None if nothing that follows the committed tokens."""
-        ...
 
 
 class OwnDrafter:
@@ -54,3 +58,19 @@ class OwnDrafter:
 
     def close(self) -> None:
         """See `generation.Drafter`; there is nothing to release."""
+
+
+class Forced:
+    """The text that must follow, as tokens, of which the target may choose others."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
+        """See `text.Method`."""
+        self._target.want(num_tokens, 0)
+        found = self._target.drafted(committed)
+        if found is None:
+            return None
+        token_ids = list(found.token_ids[:num_tokens])
+        return Guess(token_ids, [1.0] * len(token_ids), 0, PRIOR)

@@ -41,7 +41,6 @@ class Method(Protocol):
 
     def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
         """At most so many tokens, at least one; None where nothing is known."""
-        ...
 
 
 class TextDrafter:

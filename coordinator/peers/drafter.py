@@ -84,9 +84,7 @@ class RemoteDrafter:
     such a proposal is waited for, or its draft is lost.
 
     A draft that is lost or hangs costs one bounded wait; the next round tries another replica, or is a plain
-    one. Which replica proposes depends on loads, failures and the clock, never on a token, and a proposal
-    carries the distributions that it was drawn from: so the output distribution does not change even where
-    replicas run different drafts.
+    one. Which replica proposes never depends on a token (docs/failover.md).
 
     Attributes:
         unavailable: why the draft was not there for a part of the generation; empty if it always was.

@@ -33,7 +33,6 @@ class Call(Protocol):
 
     async def send(self, request: Any) -> None:
         """Send a message; if the stream has ended, `read` raises why."""
-        ...
 
     async def read(self) -> Any:
         """The next message.
@@ -41,11 +40,9 @@ class Call(Protocol):
         Raises:
             SpecwireError: as the peer raised it, or for a failure of the transport.
         """
-        ...
 
     def cancel(self) -> None:
         """End the stream; the peer frees its memory."""
-        ...
 
 
 class Codec(NamedTuple):
@@ -74,11 +71,9 @@ class Receiver(Protocol):
 
     def received(self, answer: Any, num_bytes: int) -> None:
         """An answer, and its share of the message that it came with. Must not raise."""
-        ...
 
     def failed(self, error: SpecwireError) -> None:
         """The sequence is closed: nothing more is received. Must not raise."""
-        ...
 
 
 class Link:

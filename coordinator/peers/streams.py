@@ -78,16 +78,8 @@ class GrpcCall:
 
 def span_around(tracer: Tracing, role: str, address: str, parent: Span) -> Span:
     """A span around one call to a model service."""
-    attributes = _called(address) if tracer.enabled else None
+    attributes = names.server(address) if tracer.enabled else None
     return tracer.span(role, kind=SpanKind.CLIENT, parent=parent.context, attributes=attributes)
-
-
-def _called(address: str) -> dict[str, str | int]:
-    host, _, port = address.rpartition(":")
-    called: dict[str, str | int] = {names.SERVER_ADDRESS: host}
-    if port.isdecimal():
-        called[names.SERVER_PORT] = int(port)
-    return called
 
 
 def describe(span: Span, proposal: Proposal, cost: Cost) -> None:

@@ -186,14 +186,9 @@ def _as_asked(timings: Timings) -> Timings:
 class RemoteVerifier:
     """The verify service: one sequence at one of its replicas, and at another one when that is lost.
 
-    Why reopening a sequence does not change the text. A verdict counts once `verify` has returned it, and its
-    tokens are committed before the next request; so the new sequence begins with exactly the tokens that the
-    client has or will get, and no index is repeated or skipped. A failure can only lose an answer that was
-    not used. Its proposal is verified again unchanged: target tokens are drawn with noise that is a function
-    of (seed, position, purpose, base), and so are acceptance and residual in the coordinator. The second
-    verdict therefore equals the first one, up to rounding, and is not a second draw that would favour
-    outcomes which fail quickly. A late answer is never read: it is for a
-    sequence that was closed.
+    A verdict counts once `verify` has returned it, and its tokens are committed before the next request: so a
+    new sequence begins with exactly the tokens that the client has or will get, and the second verdict on a
+    proposal equals the first one, up to rounding. docs/failover.md says why the text is the same.
     """
 
     def __init__(

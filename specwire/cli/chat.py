@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self, TextIO
 
@@ -104,9 +103,8 @@ class _StatusLine:
 class _Figures:
     """Speed and acceptance of an answer so far."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
-        self._began_s = now_s()
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
         self._num_tokens = 0
         self._counts = Speculation()
 
@@ -117,7 +115,7 @@ class _Figures:
 
     def line(self) -> str:
         """In words."""
-        speed = self._num_tokens / max(1e-9, self._now_s() - self._began_s)
+        speed = self._num_tokens / max(1e-9, time.monotonic() - self._began_s)
         words = f"{self._num_tokens} tokens, {speed:.0f} tokens/s, {self._counts.tokens_per_round:.2f} a pass"
         if self._counts.num_drafts:
             words += f", {self._counts.mean_acceptance_length:.2f} with a draft"

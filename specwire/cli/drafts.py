@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from specwire.cli.terminal import dim
+from specwire.cli.terminal import aligned
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS
@@ -45,9 +45,9 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
         target, draft = client.get_model_info()
         status = client.get_status()
     found = _lines(target, draft, {each.source: each for each in status.by_source})
-    parts = [_table([_HEAD, *found], 3, colour)]
+    parts = [aligned([_HEAD, *found], num_words=3, colour=colour)]
     if status.ways:
-        parts.append(_table([_WAY_HEAD, *_ways(status)], 2, colour))
+        parts.append(aligned([_WAY_HEAD, *_ways(status)], num_words=2, colour=colour))
     if status.why_plain:
         parts.append(f"Decoded plainly: {status.why_plain}.")
     if draft and draft.learning:
@@ -129,16 +129,3 @@ def _line(
     accepted = f"{brought.num_accepted_tokens} ({share:.0%})"
     num_drafts, num_draft_tokens = str(brought.num_drafts), str(brought.num_draft_tokens)
     return (name, here, needs, num_drafts, num_draft_tokens, accepted, f"{tokens:.2f}")
-
-
-def _table(rows: Sequence[Sequence[str]], num_words: int, colour: bool) -> str:
-    """Aligned columns under their names; from the column after `num_words` on figures, to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < num_words else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        texts.append("  ".join(cells).rstrip())
-    return "\n".join([dim(texts[0], colour), *texts[1:]])

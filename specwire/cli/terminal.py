@@ -67,6 +67,25 @@ def table(rows: Sequence[tuple[str, str]], colour: bool) -> list[str]:
     return [dim(f"{name:>19}", colour) + f"  {value}" for name, value in rows]
 
 
+def aligned(rows: Sequence[Sequence[str]], *, num_words: int | None = None, colour: bool = False) -> str:
+    """Columns under their names.
+
+    Args:
+        num_words: columns of words; those after them have figures, to the right. None for words alone.
+        colour: whether the names are of less weight.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = []
+    for row in rows:
+        columns = enumerate(zip(row, widths, strict=True))
+        cells = [
+            cell.ljust(width) if num_words is None or i < num_words else cell.rjust(width)
+            for i, (cell, width) in columns
+        ]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join([dim(texts[0], colour), *texts[1:]])
+
+
 def passes(counts: Speculation) -> str:
     """Tokens and passes; with passes of both kinds, what each kind brought, which adds up to the tokens."""
     words = f"{counts.num_tokens} tokens in {counts.num_rounds} passes, {counts.tokens_per_round:.2f} a pass"

@@ -90,19 +90,6 @@ def options(given: Mapping[str, Any]) -> None:
             raise InvalidRequestError(name, given[name], problem)
 
 
-def conversation(given: Messages | None) -> list[dict[str, Any]] | None:
-    """The messages of a prompt.
-
-    Raises:
-        InvalidRequestError: they are no list of messages.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, Sequence) or not all(isinstance(each, Mapping) for each in given):
-        raise InvalidRequestError("messages", given, 'must be a list of {"role": ..., "content": ...}')
-    return [dict(each) for each in given]
-
-
 def many(
     prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[str | None, Sequence[int] | None, SamplingParams]]:

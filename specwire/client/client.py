@@ -141,7 +141,7 @@ class AsyncClient:
             prompt,
             arguments.params(params),
             prompt_token_ids,
-            arguments.conversation(messages),
+            messages,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             credit_tokens=MIN_CREDIT_TOKENS,

@@ -20,11 +20,9 @@ from specwire.errors import (
     StreamIdleError,
 )
 from specwire.rpc import statuses
+from specwire.rpc.channel import LeftChannels
 from specwire.rpc.connecting import CLIENT, explain
 from specwire.v1 import generation_pb2_grpc
-
-_LONGEST_CALL_S = 24 * 3600.0
-"""After that, what still runs over a connection that was left is cut off."""
 
 
 class Endpoint:
@@ -41,7 +39,7 @@ class Endpoint:
     def __init__(self, address: str, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self.address = address
         self._open_channel = open_channel
-        self._left: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._left = LeftChannels()
         self._connect()
 
     def _connect(self) -> None:
@@ -52,13 +50,8 @@ class Endpoint:
         """The coordinator that this stub is connected to shuts down: later calls go over another connection,
         which a balancer leads to one that serves. Calls that run there go on."""
         if stub is self.stub:
-            old = self._channel
-            self._left[old] = asyncio.create_task(self._close_after_calls(old))
+            self._left.add(self._channel)
             self._connect()
-
-    async def _close_after_calls(self, channel: grpc.aio.Channel) -> None:
-        await channel.close(grace=_LONGEST_CALL_S)
-        del self._left[channel]
 
     def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
         """The error of a failed call; `NotServedError` where another address may serve it."""
@@ -87,9 +80,7 @@ class Endpoint:
 
     async def close(self) -> None:
         """Close the channels and cancel their calls."""
-        for channel, task in [*self._left.items()]:
-            task.cancel()
-            await channel.close()
+        await self._left.close()
         await self._channel.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from specwire.completion import Token
 from specwire.errors import ServiceUnavailableError, StreamIdleError
@@ -15,7 +16,9 @@ class _Received:
         tokens: in order, with their texts.
     """
 
-    tokens: tuple[Token, ...] = ()
+    def __init__(self, *about: Any, tokens: Sequence[Token] = (), **options: Any) -> None:
+        super().__init__(*about, **options)
+        self.tokens = tuple(tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -32,26 +35,11 @@ class GenerationLostError(_Received, ServiceUnavailableError):
     """A running generation lost its coordinator, and no other one resumed it in time.
 
     Attributes:
-        tokens: received before, in order, with their texts.
         retry_after_ms: when a retry may succeed; None if unknown.
     """
 
     reason = "GENERATION_LOST"
 
-    def __init__(
-        self, message: str, retry_after_ms: int | None = None, *, tokens: Sequence[Token] = ()
-    ) -> None:
-        super().__init__(message, retry_after_ms)
-        self.tokens = tuple(tokens)
-
 
 class GenerationIdleError(_Received, StreamIdleError):
-    """A stream was paused for too long, and the SDK may not resume it.
-
-    Attributes:
-        tokens: received before, in order, with their texts.
-    """
-
-    def __init__(self, message: str, *, tokens: Sequence[Token] = ()) -> None:
-        super().__init__(message)
-        self.tokens = tuple(tokens)
+    """A stream was paused for too long, and the SDK may not resume it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from specwire.completion import Chunk, Completion
-from specwire.config.fields import split_address
 from specwire.errors import RequestCancelledError
 from specwire.telemetry import semantics
 from specwire.telemetry.propagation import TraceContext
@@ -49,7 +48,9 @@ class GenerationSpan:
 
     def moved(self, address: str, why: Exception) -> None:
         """Another coordinator is asked."""
-        self._span.event("asked_elsewhere", {**_server(address), semantics.ERROR_TYPE: error_type(why)})
+        self._span.event(
+            "asked_elsewhere", {**semantics.server(address), semantics.ERROR_TYPE: error_type(why)}
+        )
 
     def completed(self, completion: Completion) -> None:
         """The generation is complete."""
@@ -98,10 +99,5 @@ def _attributes(operation: str, address: str, request_id: str) -> Attributes:
         semantics.RPC_SYSTEM_NAME: semantics.GRPC,
         semantics.RPC_METHOD: _METHOD,
         semantics.REQUEST_ID: request_id or None,
-        **_server(address),
+        **semantics.server(address),
     }
-
-
-def _server(address: str) -> dict[str, str | int]:
-    host, port = split_address("address", address)
-    return {semantics.SERVER_ADDRESS: host.strip("[]"), semantics.SERVER_PORT: port}

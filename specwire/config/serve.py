@@ -98,5 +98,4 @@ class ServeConfig(UpConfig, ApiConfig, EngineConfig):
 
     @property
     def requires_tokens(self) -> bool:
-        """See `StackConfig`."""
         return bool(self.api_key) or super().requires_tokens

@@ -96,7 +96,6 @@ class ModelServiceConfig(ServiceConfig, ModelConfig, EngineConfig):
 
     @property
     def capacity(self) -> tuple[int, int]:
-        """See `ServiceConfig`."""
         return self.max_sequences, 0
 
     @property
@@ -196,7 +195,6 @@ class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
 
     @property
     def own(self) -> Own:
-        """See `ModelServiceConfig`."""
         return next(iter(self.given), Own())
 
     def __post_init__(self) -> None:
@@ -274,7 +272,6 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
 
     @property
     def capacity(self) -> tuple[int, int]:
-        """See `ServiceConfig`."""
         return self.max_running, self.max_waiting
 
     def _check_peers(self) -> None:

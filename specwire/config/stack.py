@@ -267,20 +267,6 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         num_ports = 2 + self.replicas + bool(self.http_address)
         return [next_address("metrics_address", self.metrics_address, n) for n in range(num_ports)]
 
-    def _shared(
-        self, kind: type[Any], without: type[Any] | None = None, *, prefix: str = ""
-    ) -> dict[str, Any]:
-        """The values of those fields of a service's config that this one has under the same names.
-
-        Args:
-            without: a config whose fields are not among them.
-            prefix: of the names here.
-        """
-        ours = {field.name for field in fields(self)}
-        others = {field.name for field in fields(without)} if without else set()
-        names = [field.name for field in settings_of(kind) if field.name not in others]
-        return {name: getattr(self, prefix + name) for name in names if prefix + name in ours}
-
     @property
     def own(self) -> Own:
         """What the target drafts with by itself, a draft model in its process included."""
@@ -350,7 +336,6 @@ class UpConfig(StackConfig, ListenConfig):
 
     @property
     def requires_tokens(self) -> bool:
-        """See `StackConfig`."""
         return self.tokens != ""
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from specwire.engine.boot import ModelService
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.counts import NUM_STEP_SIZES, EngineStatus
-from specwire.telemetry.metrics import Group, HistogramData, Labelled, Metric, MetricKind
+from specwire.telemetry.metrics import Counter, Gauge, Group, Histogram, HistogramData, Labelled, Metric
 
 
 class EngineSnapshot(NamedTuple):
@@ -31,79 +31,53 @@ def _pages(now: EngineSnapshot) -> Labelled:
 
 
 TABLE: tuple[Metric[EngineSnapshot], ...] = (
-    Metric(
-        MetricKind.GAUGE,
-        "specwire_engine_streams",
-        "Sequences whose stream is open.",
-        lambda now: now.engine.num_sequences,
-    ),
-    Metric(
-        MetricKind.GAUGE,
+    Gauge("specwire_engine_streams", "Sequences whose stream is open.", lambda now: now.engine.num_sequences),
+    Gauge(
         "specwire_engine_streams_limit",
         "Most streams that may be open (--max-sequences).",
         lambda now: now.max_streams,
     ),
-    Metric(
-        MetricKind.GAUGE,
+    Gauge(
         "specwire_engine_requests",
         "Requests that run or wait, work ahead included.",
         lambda now: now.engine.num_requests,
     ),
-    Metric(
-        MetricKind.GAUGE,
+    Gauge(
         "specwire_engine_requests_waiting",
         "Requests that the last forward pass left waiting for a later one.",
         lambda now: now.engine.num_waiting,
     ),
-    Metric(
-        MetricKind.COUNTER,
+    Counter(
         "specwire_engine_forward_seconds_total",
         "Time in forward passes, sampling included.",
         lambda now: now.engine.step_ns / 1e9,
     ),
-    Metric(
-        MetricKind.HISTOGRAM,
-        "specwire_engine_step_sequences",
-        "Sequences in a forward pass: the batch size.",
-        _step_sizes,
+    Histogram("specwire_engine_step_sequences", "Sequences in a forward pass: the batch size.", _step_sizes),
+    Counter(
+        "specwire_engine_tokens_total", "Tokens run through the model.", lambda now: now.engine.num_tokens
     ),
-    Metric(
-        MetricKind.COUNTER,
-        "specwire_engine_tokens_total",
-        "Tokens run through the model.",
-        lambda now: now.engine.num_tokens,
-    ),
-    Metric(
-        MetricKind.COUNTER,
+    Counter(
         "specwire_engine_prefix_cache_hit_tokens_total",
         "Tokens found in the KV cache instead of being run.",
         lambda now: now.engine.num_hit_tokens,
     ),
-    Metric(
-        MetricKind.COUNTER,
+    Counter(
         "specwire_engine_preemptions_total",
         "Sequences that lost their KV cache to another one, and ran their tokens again.",
         lambda now: now.engine.num_preemptions,
     ),
-    Metric(
-        MetricKind.GAUGE,
+    Gauge(
         "specwire_engine_kv_pages",
         "Pages of the KV cache: held by sequences, cached (free, but known by their tokens), or free.",
         _pages,
         ("state",),
     ),
-    Metric(
-        MetricKind.GAUGE,
+    Gauge(
         "specwire_engine_kv_pages_shared",
         "Of the held pages, those that more than one sequence holds.",
         lambda now: now.pool.num_shared_pages,
     ),
-    Metric(
-        MetricKind.GAUGE,
-        "specwire_engine_kv_page_tokens",
-        "Tokens that a page holds.",
-        lambda now: now.pool.page_size,
-    ),
+    Gauge("specwire_engine_kv_page_tokens", "Tokens that a page holds.", lambda now: now.pool.page_size),
 )
 
 

@@ -149,14 +149,12 @@ class Connection(H11Protocol):
     # --- called by asyncio and uvicorn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1)  # so that any unread data is noticed
         self._await_request(_REQUEST_S)
         self._connections.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_lost(error)
         self._connections.closed(self)
         for timer in (self._waiting, self._writing, self._probing):
@@ -164,7 +162,6 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         if self._is_kept and not self._has_request:  # a further request has begun
             self._is_kept = False

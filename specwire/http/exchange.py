@@ -7,14 +7,15 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.completion import Completion
-from specwire.http import beams, spans
+from specwire.completion import Completion, Hypothesis, Speculation
+from specwire.http import spans
 from specwire.http.access import mark_refused
 from specwire.http.answers import Answer, Json
 from specwire.http.bodies.generating import Sampled
@@ -83,7 +84,7 @@ class Exchange(Response):
             if first is not None:
                 await self._stream(first, events, send)
             else:
-                choices_of = (beams.choices_of(each) for each in self._in_order())
+                choices_of = map(_choices_of, self._in_order())
                 whole = self._answer.whole([*itertools.chain.from_iterable(choices_of)])
                 await JSONResponse(whole)(scope, receive, send)
 
@@ -112,6 +113,30 @@ class Exchange(Response):
 
     def _in_order(self) -> list[Completion]:
         return [self._completions[index] for index in range(len(self._choices))]
+
+
+def _choices_of(done: Completion) -> list[Completion]:
+    """One completion for each text of a beam search; any other completion alone.
+
+    The first one has the counts of the search, so that they are counted once.
+    """
+    if not done.hypotheses:
+        return [done]
+    return [_text_of(done, found, is_first=i == 0) for i, found in enumerate(done.hypotheses)]
+
+
+def _text_of(done: Completion, found: Hypothesis, *, is_first: bool) -> Completion:
+    return replace(
+        done,
+        text=found.text,
+        token_ids=found.token_ids,
+        finish_reason=found.finish_reason,
+        stop_reason=found.stop_reason,
+        usage=replace(done.usage, completion_tokens=len(found.token_ids)),
+        speculation=done.speculation if is_first else Speculation(),
+        tokens=(),
+        hypotheses=(found,),
+    )
 
 
 async def _send_events(send: Send, events: Events) -> None:

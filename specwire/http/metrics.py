@@ -12,7 +12,7 @@ from specwire.config.client import HttpConfig
 from specwire.config.fields import split_address
 from specwire.http.entry import Entry
 from specwire.http.errors import ApiError
-from specwire.telemetry.metrics import HistogramData, Metric, MetricKind
+from specwire.telemetry.metrics import Gauge, Histogram, HistogramData, Metric
 
 # Those that OpenTelemetry advises for HTTP, and further ones for answers that are generated.
 _DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
@@ -46,21 +46,18 @@ class RequestCounts:
 
 
 TABLE: tuple[Metric[RequestCounts], ...] = (
-    Metric(
-        MetricKind.HISTOGRAM,
+    Histogram(
         "http_server_request_duration_seconds",
         "Time of HTTP requests to the end of their response; 499 where the client left before it began.",
         lambda counts: counts.duration_s,
         ("http_route", "http_response_status_code"),
     ),
-    Metric(
-        MetricKind.GAUGE,
+    Gauge(
         "http_server_active_requests",
         "HTTP requests whose response has not ended.",
         lambda counts: counts.num_active,
     ),
-    Metric(
-        MetricKind.HISTOGRAM,
+    Histogram(
         "specwire_http_time_to_first_token_seconds",
         "Time from an HTTP request's arrival to the first token of its streamed response.",
         lambda counts: counts.first_token_s,

@@ -75,17 +75,14 @@ class Output:
 
     Args:
         parser: finds calls; None where the whole text is content.
-        most: calls to report; text of further ones is left out. None for all.
 
     Attributes:
         items: those that have ended, as JSON.
     """
 
-    def __init__(self, parser: ToolParser | None, most: int | None) -> None:
+    def __init__(self, parser: ToolParser | None) -> None:
         self.items: list[Json] = []
         self._parser = parser
-        self._most = most
-        self._num_calls = 0
         self._open: _Message | _Call | None = None
 
     def begin(self) -> list[Json]:
@@ -111,10 +108,6 @@ class Output:
 
     def _told(self, found: Iterable[Event]) -> Iterator[Json]:
         for each in found:
-            if isinstance(each, CallBegins):
-                self._num_calls += 1
-            if not isinstance(each, Content) and self._most is not None and self._num_calls > self._most:
-                continue
             if isinstance(each, CallBegins):
                 yield from self._next(_Call(self._next_index, each.name))
                 continue

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from specwire.config.client import HttpConfig
-from specwire.http.bodies import size, validation
+from specwire.http.bodies import validation
 from specwire.http.bodies.part import Ignored, RequestBody
 from specwire.http.errors import ApiError
 from specwire.http.scan import Scan
@@ -91,7 +91,7 @@ class BodyReader:
 
     def _checked(self, kind: type[Kind], data: bytearray, ignored: Ignored | None) -> Kind:
         wanted = validation.read(kind, data, ignored)
-        size.check_size(wanted, self._config.max_prompt_bytes, self._config.max_body_bytes)
+        validation.check_size(wanted, self._config.max_prompt_bytes, self._config.max_body_bytes)
         return wanted
 
 

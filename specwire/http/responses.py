@@ -12,7 +12,7 @@ from specwire.http.answers import Json, record
 from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.model import Spell
 from specwire.http.output import Output
-from specwire.http.tools.parser import ToolParser
+from specwire.http.tools.calls import parser_of
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "temperature", "top_p"),
@@ -105,10 +105,7 @@ class ResponsesAnswer:
 
 
 def _output_of(body: ResponsesBody) -> Output:
-    if not body.active_functions:
-        return Output(None, None)
-    parser = ToolParser(body.call_format, {function.name for function in body.callable_functions})
-    return Output(parser, 1 if body.parallel_tool_calls is False else None)
+    return Output(parser_of(body) if body.active_functions else None)
 
 
 def _choice_of(body: ResponsesBody) -> Any:

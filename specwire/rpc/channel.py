@@ -39,12 +39,12 @@ BETWEEN_SERVICES = _keepalive(1_000, 1_000, 2_000)
 TOWARDS_CLIENTS = _keepalive(10_000, 10_000, 10_000)
 """On both ends: a client that gets little processor time, or is stopped for seconds, is not lost."""
 _CONNECT_TIMEOUT_MS = 5_000
+_MAX_MESSAGE_BYTES = 64 << 20
 _ROUND_ROBIN = [("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')]
 
 
 def open_channel(
     address: str,
-    max_message_bytes: int = 64 << 20,
     *,
     credentials: Credentials = PLAINTEXT,
     keepalive: Options = BETWEEN_SERVICES,
@@ -62,7 +62,7 @@ def open_channel(
         ConfigError: a file that cannot be used.
     """
     options = [
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.enable_http_proxy", 0),  # addresses are direct, `http_proxy` or not
         ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # also the timeout of an attempt
@@ -75,14 +75,32 @@ def open_channel(
         *keepalive,
         *(_ROUND_ROBIN if address.startswith(DNS) else ()),
     ]
-    return _open(address, options, credentials)
-
-
-def _open(address: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
     if credentials.none:
         return grpc.aio.insecure_channel(address, options=options)
     credentials.check(address)
     return _CredentialChannel(address, options, credentials)
+
+
+class LeftChannels:
+    """Connections that take no new calls: each is closed after its last one."""
+
+    def __init__(self) -> None:
+        self._closing: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+
+    def add(self, channel: grpc.aio.Channel) -> None:
+        """Leave this one."""
+        self._closing[channel] = asyncio.create_task(self._close_after_calls(channel))
+
+    async def _close_after_calls(self, channel: grpc.aio.Channel) -> None:
+        await channel.close(grace=_LONGEST_CALL_S)
+        del self._closing[channel]
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close all of them now, or after so many seconds."""
+        for channel, task in [*self._closing.items()]:
+            task.cancel()
+            await channel.close(grace)
+        self._closing.clear()
 
 
 class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
@@ -97,13 +115,13 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
             self._options.append(("grpc.ssl_target_name_override", self._tls.server_name))
         self._files = credentials.reloading()
         self._current = self._connect()
-        self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._left = LeftChannels()
 
     def current(self) -> grpc.aio.Channel:
         """The channel for a new call."""
         if self._files.refresh() and self._tls:
             old, self._current = self._current, self._connect()
-            self._retired[old] = asyncio.create_task(self._retire(old))
+            self._left.add(old)
         return self._current
 
     def metadata(self) -> list[tuple[str, str]]:
@@ -118,16 +136,9 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
         tls = grpc.ssl_channel_credentials(current.ca, current.key, current.cert)
         return grpc.aio.secure_channel(self._address, tls, options=self._options)
 
-    async def _retire(self, channel: grpc.aio.Channel) -> None:
-        await channel.close(grace=_LONGEST_CALL_S)
-        del self._retired[channel]
-
     async def close(self, grace: float | None = None) -> None:
-        """Close this connection and the retired ones; see `grpc.aio.Channel`."""
-        for channel, task in [*self._retired.items()]:
-            task.cancel()
-            await channel.close(grace)
-        self._retired.clear()
+        """Close this connection and those that were left; see `grpc.aio.Channel`."""
+        await self._left.close(grace)
         await self._current.close(grace)
 
     async def __aenter__(self) -> _CredentialChannel:
@@ -137,31 +148,24 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
         await self.close()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See `grpc.aio.Channel`."""
         return self.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See `grpc.aio.Channel`."""
         await self.current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """See `grpc.aio.Channel`."""
         await self.current().channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.unary_unary(*args, **kwargs))
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.unary_stream(*args, **kwargs))
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.stream_unary(*args, **kwargs))
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See `grpc.aio.Channel`."""
         return _Method(self, lambda channel: channel.stream_stream(*args, **kwargs))
 
 

@@ -22,7 +22,6 @@ class Loop(asyncio.SelectorEventLoop):
     """
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """See `asyncio.AbstractEventLoop`."""
         if getattr(getattr(callback, "func", None), "__name__", "") == "_handle_events":
             super().add_reader(fd, handle_events, fd, callback)
         else:

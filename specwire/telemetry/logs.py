@@ -60,7 +60,6 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """See `logging.Formatter`."""
         return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in _extra(record).items())])
 
 
@@ -72,7 +71,6 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         fields = {
             "time": time.replace("+00:00", "Z"),

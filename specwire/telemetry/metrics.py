@@ -13,13 +13,12 @@ scraper that asks for OpenMetrics; the older text format has no place for them.
 
 from __future__ import annotations
 
-import enum
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from specwire.telemetry import tracing
 
@@ -68,17 +67,9 @@ Labelled = Mapping[tuple[str, ...], float | HistogramData]
 Reading = float | HistogramData | Labelled
 
 
-class MetricKind(enum.StrEnum):
-    """How Prometheus treats a metric."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
 @dataclass(frozen=True, slots=True)
 class Metric(Generic[Source]):
-    """One metric of a service.
+    """One metric of a service; its class is how Prometheus treats it.
 
     Attributes:
         name: as it is scraped; a counter's ends in `_total`, after the unit.
@@ -87,7 +78,7 @@ class Metric(Generic[Source]):
         labels: names of its labels.
     """
 
-    kind: MetricKind
+    kind: ClassVar[str]
     name: str
     help: str
     read: Callable[[Source], Reading]
@@ -107,6 +98,24 @@ class Metric(Generic[Source]):
             else:
                 family.add_sample(self.name, labels, each)
         return family
+
+
+class Counter(Metric[Source]):
+    """A number that never goes down while the process runs."""
+
+    kind = "counter"
+
+
+class Gauge(Metric[Source]):
+    """A number that goes up and down."""
+
+    kind = "gauge"
+
+
+class Histogram(Metric[Source]):
+    """Counts of values by their size."""
+
+    kind = "histogram"
 
 
 def _add_histogram(family: Family, name: str, labels: Mapping[str, str], data: HistogramData) -> None:
@@ -141,27 +150,23 @@ class Group(Generic[Source]):
 
 
 TRACING: tuple[Metric[tracing.SpanCounts], ...] = (
-    Metric(
-        MetricKind.COUNTER,
+    Counter(
         "specwire_spans_dropped_total",
         "Spans that no collector will see: the queue was full, or their export failed.",
         lambda counts: {("queue_full",): counts.num_dropped, ("export_failed",): counts.num_failed},
         ("reason",),
     ),
-    Metric(
-        MetricKind.COUNTER,
+    Counter(
         "specwire_spans_exported_total",
         "Spans that a collector has taken.",
         lambda counts: counts.num_exported,
     ),
-    Metric(
-        MetricKind.COUNTER,
+    Counter(
         "specwire_generations_untraced_total",
         "Generations that were not traced, in none of the services, because the queue was full.",
         lambda counts: counts.num_untraced,
     ),
-    Metric(
-        MetricKind.GAUGE,
+    Gauge(
         "specwire_spans_queued",
         "Spans that wait for their export or are in it.",
         lambda counts: counts.num_queued,

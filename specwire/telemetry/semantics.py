@@ -101,6 +101,13 @@ SOURCE: Final = "specwire.source"
 """What made a round's proposal: a model's name, or a method such as `ngram`; absent without draft tokens."""
 
 
+def server(address: str) -> dict[str, str | int]:
+    """The attributes of a span about what is called at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    named: dict[str, str | int] = {SERVER_ADDRESS: host.strip("[]")}
+    return named | ({SERVER_PORT: int(port)} if port.isdecimal() else {})
+
+
 def stage_attribute(stage: str) -> str:
     """Name of the attribute with the time that a generation spent in this stage of its ledger."""
     return f"specwire.stage.{stage}_ms"

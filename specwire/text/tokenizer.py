@@ -176,18 +176,19 @@ class Tokenizer:
         """Token ids of a conversation; `max_len` as above.
 
         Args:
-            messages: with role and content, and what else the template reads of them.
+            messages: with role and content, both text, and what else the template reads of them.
             add_generation_prompt: whether they go on to the start of the assistant's next message.
             tools: as OpenAI's API has them, for the template to describe to the model.
             template_kwargs: further variables of the template.
 
         Raises:
             ContextLengthError: there are more than `max_len`.
-            InvalidRequestError: a message without a role or content string, or refused by the template.
+            InvalidRequestError: no message, or refused by the template.
             UnsupportedError: the tokenizer has no chat template, or one that does not read the tools, one of
                 the variables, or a field of a message.
         """
-        _check_messages(messages)
+        if not messages:
+            raise InvalidRequestError("messages", messages, "must be a list of at least one message")
         if not self._backend.chat_template:
             raise UnsupportedError("messages", f"{len(messages)} messages", "this model has no chat template")
         if tools and not self.renders_tools:
@@ -336,15 +337,3 @@ def _load_backend(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-
-
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequestError("messages", messages, "must be a list of at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(f"messages[{index}]", message, "must have a role and content")
-        for key in ("role", "content"):
-            value = message.get(key)
-            if not isinstance(value, str):
-                raise InvalidRequestError(f"messages[{index}].{key}", value, "must be a string")

@@ -28,6 +28,7 @@ import pytest
 import yaml
 
 from specwire import Rule, SamplingParams
+from specwire.config.link import Link
 from specwire.errors import SpecwireError
 from specwire.telemetry.endpoint import MetricsEndpoint
 from specwire.telemetry.metrics import Group
@@ -44,7 +45,6 @@ from tests.services.test_metrics import (
 from tests.support.fronts import front
 from tests.support.harness import LOOPBACK, LocalStack, LoopThread, local_stack
 from tests.support.manifests import K8S, ROOT
-from tools.proxy.delay_proxy import Link
 
 pytestmark = pytest.mark.serial
 

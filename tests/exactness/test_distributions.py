@@ -33,6 +33,7 @@ from specwire.rule.sampling import (
     truncate_support,
 )
 from specwire.support import Support
+from tests.support.parameters import EACH_WARP, warped
 from tests.support.statistics import (
     CLEARLY_WRONG,
     FALSE_ALARM_RATE,
@@ -212,7 +213,7 @@ def reference_distribution(params: SamplingParams) -> np.ndarray:
     joint = np.ones(())
     contexts = torch.tensor([PROMPT])
     for _ in range(NUM_POSITIONS):
-        scores = _warped(params, contexts, _penalised(params, contexts, TARGET[contexts[:, -1]]))
+        scores = warped(_penalised(params, contexts, TARGET[contexts[:, -1]]), params)
         probs = torch.softmax(scores.double(), dim=-1).numpy()
         joint = joint[..., None] * probs.reshape(*joint.shape, VOCAB)
         every_token = torch.arange(VOCAB).repeat(len(contexts))[:, None]
@@ -231,18 +232,6 @@ def _penalised(params: SamplingParams, contexts: torch.Tensor, scores: torch.Ten
     return scores - torch.from_numpy(
         params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
     )
-
-
-def _warped(params: SamplingParams, contexts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    if params.temperature != 1:
-        scores = hf.TemperatureLogitsWarper(params.temperature)(contexts, scores)
-    if params.top_k:
-        scores = hf.TopKLogitsWarper(params.top_k)(contexts, scores)
-    if params.top_p < 1:
-        scores = hf.TopPLogitsWarper(params.top_p)(contexts, scores)
-    if params.min_p > 0:
-        scores = hf.MinPLogitsWarper(params.min_p)(contexts, scores)
-    return scores
 
 
 @pytest.mark.sample(1)
@@ -279,11 +268,9 @@ def test_rejection_sampling_with_a_friendly_draft(noise: float, rule: Rule) -> N
 
 
 PARAMETERS = [
-    {"temperature": 0.6},
+    *EACH_WARP,
     {"temperature": 1.8},
     {"top_k": 6},
-    {"top_p": 0.8},
-    {"min_p": 0.15},
     {"repetition_penalty": 1.8},
     {"presence_penalty": 1.5},
     {"frequency_penalty": -1.2},

@@ -163,8 +163,8 @@ def test_the_text_is_that_of_plain_decoding(watched: Watched, params: SamplingPa
     tally = watched.servicer.totals.tally
     num_begun = tally.num_begun
     done = check_text(watched.stack, params, source, SHAPES[source])
-    assert (tally.num_begun > num_begun) == watched.servicer._config.verify_ahead
-    assert watched.servicer._verify.num_disagreements == 0
+    assert (tally.num_begun > num_begun) == watched.servicer.config.verify_ahead
+    assert watched.servicer.verify.num_disagreements == 0
     if (source, variant) == ("dflash", "random"):
         assert any(each.speculation.num_accepted_tokens for each in done)
     guesses_well = source == "mtp" and variant != "hostile" and params.temperature == 0

@@ -24,6 +24,7 @@ from benchmarks.embedded import corpus
 from draft_service.drafter import DraftDecider, Question
 from draft_service.scores import SharedScores
 from specwire import Client, Completion, Rule, SamplingParams, embedded
+from specwire.config.link import Link
 from specwire.rule.columns import Places
 from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
@@ -32,7 +33,6 @@ from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 from tests.support.together import sampled
 from tests.support.vocabularies import letters, save_tokenizer
-from tools.proxy.delay_proxy import Link
 
 TARGET_LETTERS = string.ascii_lowercase[:MARKOV_VOCAB_SIZE]
 DRAFT_LETTERS = "jqbsdrhuftalvcno"

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from specwire.config.link import Link
 from tests.support import report
 from tests.support.effort import sized
+from tests.support.faulty_proxy import Direction, FaultyProxy
 from tests.support.harness import StackProxy
 from tests.support.rigs import LINKS, Ending, Rig, rig
-from tools.proxy.delay_proxy import DelayProxy, Direction, Link
 
 BOTH = (Direction.THERE, Direction.BACK)
 WAYS: dict[str, Sequence[Direction]] = {"there": BOTH[:1], "back": BOTH[1:], "both": BOTH}
@@ -65,10 +66,10 @@ def degraded(link: Link) -> Fault:
 
     def fault(proxy: StackProxy, directions: Sequence[Direction]) -> None:
         for direction in directions:
-            proxy.call(DelayProxy.degrade, direction, link)
+            proxy.call(FaultyProxy.degrade, direction, link)
         time.sleep(sized(0.5, 5.0))
         for direction in directions:
-            proxy.call(DelayProxy.degrade, direction, Link())
+            proxy.call(FaultyProxy.degrade, direction, Link())
 
     return fault
 
@@ -86,21 +87,21 @@ def repeated(act: Callable[[StackProxy, Sequence[Direction]], None]) -> Fault:
 
 def slow_close(proxy: StackProxy, directions: Sequence[Direction]) -> None:
     for direction in directions:
-        proxy.call(DelayProxy.close_slowly, direction, CLOSE_S)
+        proxy.call(FaultyProxy.close_slowly, direction, CLOSE_S)
 
 
 def silence(proxy: StackProxy, directions: Sequence[Direction]) -> None:
-    proxy.call(DelayProxy.stall, *directions)
+    proxy.call(FaultyProxy.stall, *directions)
     time.sleep(SILENCE_S)
-    proxy.call(DelayProxy.resume, *directions)
+    proxy.call(FaultyProxy.resume, *directions)
 
 
 FAULTS: dict[str, Fault] = {
     "latency": degraded(Link(rtt_ms=200)),
     "jitter": degraded(Link(rtt_ms=40, jitter_ms=20)),
     "bandwidth": degraded(Link(bandwidth_mbps=0.2)),
-    "reset": repeated(lambda proxy, directions: proxy.call(DelayProxy.reset, *directions)),
-    "half-close": repeated(lambda proxy, directions: proxy.call(DelayProxy.half_close, *directions)),
+    "reset": repeated(lambda proxy, directions: proxy.call(FaultyProxy.reset, *directions)),
+    "half-close": repeated(lambda proxy, directions: proxy.call(FaultyProxy.half_close, *directions)),
     "slow close": repeated(slow_close),
     "silence": silence,
 }
@@ -129,9 +130,9 @@ def test_a_deadline_in_the_silence(cases: list[Case]) -> None:
 
 def expire(case: Case) -> None:
     proxy, directions = case.rig.proxies[case.link], WAYS[case.way]
-    proxy.call(DelayProxy.stall, *directions)
+    proxy.call(FaultyProxy.stall, *directions)
     ending = case.rig.request(SHORT_TIMEOUT_S)
-    proxy.call(DelayProxy.resume, *directions)
+    proxy.call(FaultyProxy.resume, *directions)
     assert ending.token_ids == case.rig.expected[: len(ending.token_ids)]
     assert ending.elapsed_s < SHORT_TIMEOUT_S + LATE_S
     typed = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "OK")

@@ -30,11 +30,11 @@ from specwire.config.link import Link
 from specwire.v1 import generation_pb2
 from tests.support import report
 from tests.support.effort import CHAOS, sized
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.fleet import START_S, Fleet, stopped
 from tests.support.harness import LoopThread, StackProxy
 from tests.support.readers import Load, Seen, run, run_http
 from tests.support.rigs import is_serving
-from tools.proxy.delay_proxy import DelayProxy
 
 NUM_CLIENTS = 8
 LOAD = Load(NUM_CLIENTS, sized(2, 100), num_tokens=100)
@@ -157,7 +157,7 @@ class Rig:
         stack.callback(thread.close)
 
         def link(service: Service) -> StackProxy:
-            proxy = DelayProxy(service.address, Link())
+            proxy = FaultyProxy(service.address, Link())
             return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
 
         roles = ("draft", "verify", "coordinator")

@@ -33,9 +33,9 @@ from specwire.rpc import channel, statuses
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2
 from tests.support import texts
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 from tests.support.raw_streams import Wire
-from tools.proxy.delay_proxy import DelayProxy
 
 PROMPT = "The quick brown"
 UNREACHABLE = "127.0.0.1:1"
@@ -53,7 +53,7 @@ def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
 def proxy(stack: LocalStack) -> Iterator[StackProxy]:
     """A second way to the coordinator, which a test may cut."""
     thread = LoopThread()
-    way = DelayProxy(stack.address, Link())
+    way = FaultyProxy(stack.address, Link())
     with thread.entered(lambda: way) as address:
         yield StackProxy(way, thread, address)
     thread.close()

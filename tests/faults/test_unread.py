@@ -26,9 +26,9 @@ from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2_grpc
 from tests.support import report
 from tests.support.effort import sized
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.fronts import front
 from tests.support.idle import Engines, idle_after_s
-from tools.proxy.delay_proxy import DelayProxy
 
 MAX_RUNNING = sized(8, 256)
 NUM_STREAMS = sized(16, 500)
@@ -81,7 +81,7 @@ class Probe:
 @contextlib.asynccontextmanager
 async def probing(stack: Stack) -> AsyncIterator[Probe]:
     """A new client as soon as the one before has begun, while the body runs."""
-    async with DelayProxy(stack.address, Link()) as address:
+    async with FaultyProxy(stack.address, Link()) as address:
         probe = Probe(address, [])
 
         async def probe_on() -> None:

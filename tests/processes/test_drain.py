@@ -23,11 +23,12 @@ from specwire import (
 )
 from specwire.cli.process import Service, wait_ready
 from specwire.config.fields import split_address
+from specwire.config.link import Link
 from specwire.config.services import VerifyConfig
 from specwire.rpc import server as rpc_server
 from specwire.rpc.draining import Drain
 from specwire.rpc.server import Server
-from tools.proxy.delay_proxy import DelayProxy, Link
+from tests.support.faulty_proxy import FaultyProxy
 
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200
@@ -175,7 +176,7 @@ class TestSigterm:
     async def test_behind_one_address_another_serves(self, processes: Processes) -> None:
         """A balancer of connections: a request that meets the drain goes over a new one, what runs stays."""
         ending, other = processes.start_coordinator(), processes.start_coordinator()
-        balancer = DelayProxy(ending.address, Link())
+        balancer = FaultyProxy(ending.address, Link())
         async with balancer as address, AsyncClient(address) as client:
             params = SamplingParams(max_tokens=4)
             await client.generate(params=params, prompt_token_ids=PROMPT)

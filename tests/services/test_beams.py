@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import coordinator.service
-from specwire import Client, Completion, Grammar, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from coordinator.beams import checks
+from specwire import Client, Completion, InvalidRequestError, SamplingParams, UnsupportedError
+from specwire.config.link import Link
 from specwire.config.services import CoordinatorConfig
 from specwire.rpc.wire.client import generate_request, resume_info_from_proto, resuming_request
 from specwire.v1 import generation_pb2_grpc
@@ -25,7 +27,7 @@ from tests.support import encoder_decoders, tiny_models
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
 from tests.support.languages import save_speaker
 from tests.support.pairs import markov_model, save_good_draft, save_hostile_draft, save_target
-from tools.proxy.delay_proxy import Link
+from tests.support.parameters import VALUES
 
 FAMILIES = ("llama", "gpt2", "t5")
 PROMPTS = [[5, 9, 11, 2, 7, 4], [9, 9, 5], [*range(3, 40)]]
@@ -300,24 +302,13 @@ def coordinator_of(verifies: Sequence[StackProxy], draft_address: str) -> Iterat
 
 
 REFUSED: dict[str, dict[str, Any]] = {
+    **{name: {name: value} for name, value in VALUES.items() if name not in checks._ALLOWED},
     "temperature": {"temperature": 1.0},
     "seed": {"seed": 3},
-    "rule": {"rule": Rule.KSEQ},
-    "repetition_penalty": {"repetition_penalty": 1.1},
-    "presence_penalty": {"presence_penalty": 0.5},
-    "frequency_penalty": {"frequency_penalty": 0.5},
-    "logit_bias": {"logit_bias": {3: 1.0}},
-    "grammar": {"grammar": Grammar(regex="a+")},
-    "min_tokens": {"min_tokens": 2},
-    "prompt_logprobs": {"prompt_logprobs": 2},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.5},
-    "min_p": {"min_p": 0.1},
-    "stop": {"stop": ("x",)},
-    "logprobs": {"logprobs": 2},
     "draft": {"draft": "ngram"},
     "num_beams": {"num_beams": 16, "stop_token_ids": (3, 4, 5, 6, 7)},
 }
+"""Every parameter that is not allowed, and values of others."""
 
 
 @ONE

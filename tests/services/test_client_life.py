@@ -164,9 +164,11 @@ class TestArguments:
                 call("a", max_tokens=3)
 
     def test_messages_that_are_none(self, client: Client) -> None:
-        for messages in ("hello", ["hello"], {"role": "user"}):
+        for messages in ("hello", {"role": "user"}):
             with pytest.raises(InvalidRequestError, match=r"^messages=.*must be a list of"):
                 client.generate(messages=messages)
+        with pytest.raises(InvalidRequestError, match=r"^messages\[0\]=hello: must have role and content"):
+            client.generate(messages=["hello"])
 
     def test_several_prompts_that_are_none(self, client: Client) -> None:
         with pytest.raises(InvalidRequestError, match=r"^prompts=a: is no list of prompts; generate takes"):

@@ -22,11 +22,12 @@ import psutil
 import pytest
 
 from specwire import Completion, Rule, SamplingParams
+from specwire.config.link import Link
 from specwire.errors import ConfigError
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.harness import LocalStack, local_stack
 from tests.support.links import MS, Linked, Peer, until
 from tools.proxy import alarm
-from tools.proxy.delay_proxy import DelayProxy, Link
 
 TARGET, DRAFT = "emulated:step_ms=2", "emulated:step_ms=0.2,alpha=0.8"
 
@@ -150,14 +151,14 @@ class TestRefusals:
     def test_addresses(self, field: str, address: str) -> None:
         addresses = {"to": "127.0.0.1:1"} | {field: address}
         with pytest.raises(ConfigError, match=f"^--{field} {address}: is not HOST:PORT$"):
-            DelayProxy(addresses.pop("to"), Link(), **addresses)
+            FaultyProxy(addresses.pop("to"), Link(), **addresses)
 
     async def test_a_port_in_use(self) -> None:
         num_fds = psutil.Process().num_fds()
         with socket.create_server(("127.0.0.1", 0)) as taken:
             listen = f"127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(ConfigError, match=f"^--listen {listen}: cannot be bound"):
-                await DelayProxy("127.0.0.1:1", Link(), listen=listen).__aenter__()
+                await FaultyProxy("127.0.0.1:1", Link(), listen=listen).__aenter__()
         assert psutil.Process().num_fds() == num_fds
 
 

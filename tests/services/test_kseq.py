@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from specwire import Completion, InvalidRequestError, Rule, SamplingParams, UnsupportedError
+from specwire.config.link import Link
 from specwire.core import Fate, Preparation
 from specwire.proposals import chains
 from specwire.rpc.wire import model as wire
@@ -25,7 +26,6 @@ from tests.support import texts
 from tests.support.harness import LocalStack, local_stack
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, sampling, verify
 from tests.support.pairs import save_good_draft, save_target
-from tools.proxy.delay_proxy import Link
 
 PROMPT = [3, 1, 4, 1, 5]
 KSEQ = SamplingParams(rule=Rule.KSEQ, seed=7, max_tokens=24, ignore_eos=True)

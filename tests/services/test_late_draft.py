@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 
 from specwire import Rule, SamplingParams
+from specwire.config.link import Link
 from tests.support.harness import LocalStack, local_stack
-from tools.proxy.delay_proxy import Link
 
 pytestmark = pytest.mark.serial
 

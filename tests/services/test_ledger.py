@@ -16,11 +16,11 @@ import pytest
 
 from specwire import Completion, DeadlineExceededError, Rule, SamplingParams
 from specwire.completion import Stage
+from specwire.config.link import Link
 from specwire.errors import InvalidRequestError
 from specwire.telemetry.semantics import stage_attribute
 from tests.support.harness import LocalStack, local_stack
 from tests.support.otlp_receiver import OtlpReceiver
-from tools.proxy.delay_proxy import Link
 from tools.timeline.spans import RecordedSpan
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("no_collector")]

@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import coordinator.service
 import verify_service.service
-from coordinator import starting
 from specwire import AsyncClient, SamplingParams
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.engine import boot
@@ -94,7 +93,7 @@ async def test_a_coordinator_waits_while_verify_loads(
     verify: Verify, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says for what, and serves as soon as verify does."""
-    monkeypatch.setattr(starting, "_AGAIN_S", 2.0 * PATIENCE_S)
+    monkeypatch.setattr(coordinator.service, "_AGAIN_S", 2.0 * PATIENCE_S)
     async with verify.running():
         asyncio.get_running_loop().call_later(3.0 * PATIENCE_S, verify.may_end.set)
         with caplog.at_level(logging.INFO):

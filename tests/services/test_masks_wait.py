@@ -16,12 +16,12 @@ from coordinator.length.planners import AdaptiveLength
 from coordinator.peers import drafter
 from coordinator.peers.draft_sequence import DraftSequence
 from specwire import Grammar, Rule, SamplingParams
+from specwire.config.link import Link
 from specwire.engine.grammars.matcher import GrammarMatcher
 from tests.support.harness import local_stack
 from tests.support.languages import REGEX, save_speaker
 from tests.support.pairs import markov_model
 from tests.support.processes import wait_until
-from tools.proxy.delay_proxy import Link
 
 
 class Impatient(AdaptiveLength):

@@ -39,7 +39,7 @@ from specwire.errors import ConfigError, ResourceExhaustedError
 from specwire.http.metrics import TABLE as HTTP
 from specwire.telemetry.endpoint import PATH, MetricsEndpoint
 from specwire.telemetry.logs import TextFormatter
-from specwire.telemetry.metrics import TRACING, Group, HistogramData, Metric, MetricKind
+from specwire.telemetry.metrics import TRACING, Counter, Gauge, Group, Histogram, HistogramData, Metric
 from tests.support.fronts import front
 from tests.support.harness import LOOPBACK, LocalStack, local_stack
 
@@ -312,9 +312,7 @@ class Numbers:
     calls = 0
 
 
-TABLE: tuple[Metric[Numbers], ...] = (
-    Metric(MetricKind.GAUGE, "test_answer", "The answer.", lambda source: source.answer),
-)
+TABLE: tuple[Metric[Numbers], ...] = (Gauge("test_answer", "The answer.", lambda source: source.answer),)
 
 
 def ask(address: str, request: bytes) -> bytes:
@@ -356,7 +354,7 @@ BY_STAGE: dict[tuple[str, ...], HistogramData] = {
 BY_STAGE["draft",].add(0.5, 3, TRACE)
 BY_STAGE["draft",].add(0.5)
 HISTOGRAM: tuple[Metric[object], ...] = (
-    Metric(MetricKind.HISTOGRAM, "test_stage_seconds", "By stage.", lambda _: BY_STAGE, ("stage",)),
+    Histogram("test_stage_seconds", "By stage.", lambda _: BY_STAGE, ("stage",)),
 )
 PROMETHEUS_ACCEPTS = (
     b"application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -569,7 +567,7 @@ def test_every_metric_is_on_the_page_as_it_is_in_the_code() -> None:
         (name, tuple(labels.split(", ")) if labels else (), kind, text)
         for name, labels, kind, text, _ in rows
     ]
-    assert on_page == [(m.name, m.labels, m.kind.value, m.help) for m in EVERYTHING]
+    assert on_page == [(m.name, m.labels, m.kind, m.help) for m in EVERYTHING]
     for name, _, _, _, query in rows:
         assert name in {family(str(selector.name)) for selector in selectors(query)}, query
 
@@ -577,6 +575,6 @@ def test_every_metric_is_on_the_page_as_it_is_in_the_code() -> None:
 @pytest.mark.parametrize("metric", EVERYTHING, ids=lambda metric: metric.name)
 def test_names_follow_the_conventions(metric: Metric[Any]) -> None:
     assert re.fullmatch(r"(specwire|gen_ai_server|http_server)_[a-z_]+[a-z]", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert metric.name.endswith("_total") == isinstance(metric, Counter)
     assert metric.help.endswith(".")
     assert not re.search(r"_(ms|ns|milliseconds)(_|$)", metric.name), "seconds, as Prometheus wants them"

@@ -22,6 +22,7 @@ import verify_service.layers
 from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
+from specwire.config.link import Link
 from specwire.config.preflight import memory, plan
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
@@ -33,7 +34,6 @@ from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_target
 from tests.support.together import generated
-from tools.proxy.delay_proxy import Link
 from verify_service.threshold import Threshold
 
 SOURCES = ("heads", "layers", "mtp", "dflash", "eagle3", "draft_model")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from specwire import Rule, SamplingParams
+from specwire.config.link import Link
 from tests.support.harness import local_stack
-from tools.proxy.delay_proxy import Link
 
 TARGET = "emulated:step_ms=10"
 DRAFT = "emulated:step_ms=1,alpha=0.8,runner_up=0.55"

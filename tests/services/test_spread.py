@@ -15,8 +15,8 @@ from specwire.config.fields import split_address
 from specwire.config.link import Link
 from specwire.config.services import CoordinatorConfig
 from specwire.rpc import channel, server
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.harness import local_stack
-from tools.proxy.delay_proxy import DelayProxy
 
 PROMPT = [1, 2, 3]
 
@@ -65,7 +65,7 @@ def test_a_connection_does_not_last_and_its_streams_do(monkeypatch: pytest.Monke
 
 async def over_a_balancer(one: str, other: str) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
-    balancer = DelayProxy(one, Link())
+    balancer = FaultyProxy(one, Link())
     async with balancer as address, AsyncClient(address) as client:
         async with client.stream(params=params, prompt_token_ids=PROMPT) as stream:
             await anext(stream)
@@ -84,7 +84,7 @@ async def test_no_call_is_refused_while_a_server_ends(monkeypatch: pytest.Monkey
     (one, ending), (other, staying) = [await naming(name) for name in (b"one", b"other")]
     answers: Counter[bytes] = Counter()
     is_over = False
-    balancer = DelayProxy(one, Link(rtt_ms=5))
+    balancer = FaultyProxy(one, Link(rtt_ms=5))
     async with asyncio.timeout(20), balancer as address, channel.open_channel(address) as single:
         ask = single.unary_unary("/specwire.Test/Name")
 

@@ -24,6 +24,7 @@ import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.servicer import GenerationServicer
 from specwire import Completion, Rule, SamplingParams
+from specwire.config.link import Link
 from specwire.core import MIN_CREDIT_TOKENS, Proposal, Verdict, Wanted
 from specwire.engine import boot
 from specwire.engine.jobs import TokenSequence
@@ -34,7 +35,6 @@ from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.model_streams import SequenceFailedError, raw_stream, verify
 from tests.support.paused import most_ahead, opening
-from tools.proxy.delay_proxy import Link
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
 from verify_service.own import Drafting
 from verify_service.stream import VerifyStream
@@ -77,7 +77,7 @@ class Watched:
 
     @property
     def num_disagreements(self) -> int:
-        return self.servicer._verify.num_disagreements
+        return self.servicer.verify.num_disagreements
 
     def generate(self, params: SamplingParams) -> Completion:
         return self.stack.client.generate(params=params, prompt_token_ids=PROMPT)
@@ -209,7 +209,7 @@ class TestAnotherOutcome:
     def assert_noticed(on: Watched, caplog: pytest.LogCaptureFixture) -> None:
         assert on.num_disagreements == 1, "of a sequence, none is believed after the first"
         assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
-        on.servicer._verify.num_disagreements = 0
+        on.servicer.verify.num_disagreements = 0
 
     def test_it_is_counted_and_changes_nothing(
         self, on: Watched, expected: Completion, sabotaged: None, caplog: pytest.LogCaptureFixture

@@ -22,11 +22,12 @@ import verify_service.service
 from coordinator.servicer import GenerationServicer
 from specwire import Client
 from specwire.cli.supervisor import Stack
+from specwire.config.link import Link
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.engine import boot
 from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
-from tools.proxy.delay_proxy import DelayProxy, Link
+from tests.support.faulty_proxy import FaultyProxy
 
 LOOPBACK = "127.0.0.1:0"
 _START_TIMEOUT_S = 240
@@ -77,7 +78,7 @@ class LoopThread:
 class StackProxy:
     """A delay proxy on the services' loop, for the test's thread; each call is done when it returns."""
 
-    def __init__(self, proxy: DelayProxy, thread: LoopThread, address: str) -> None:
+    def __init__(self, proxy: FaultyProxy, thread: LoopThread, address: str) -> None:
         self._proxy = proxy
         self._thread = thread
         self.address = address
@@ -100,7 +101,7 @@ class StackProxy:
         self._thread.call(self._proxy.cut)
 
     def call(self, method: Callable[..., None], *args: Any) -> None:
-        """Any other of the proxy's methods: `call(DelayProxy.reset, Direction.THERE)`."""
+        """Any other of the proxy's methods: `call(FaultyProxy.reset, Direction.THERE)`."""
         self._thread.call(method, self._proxy, *args)
 
 
@@ -189,7 +190,7 @@ def local_stack(
 def _proxy(stack: contextlib.ExitStack, thread: LoopThread, to: str, link: Link | None) -> StackProxy | None:
     if link is None:
         return None
-    proxy = DelayProxy(to, link)
+    proxy = FaultyProxy(to, link)
     return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
 
 

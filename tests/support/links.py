@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from specwire.config.fields import split_address
-from tools.proxy.delay_proxy import DelayProxy, Link
+from specwire.config.link import Link
+from tests.support.faulty_proxy import FaultyProxy
 
 MS = 1e-3
 
@@ -49,7 +50,7 @@ class Linked:
 
     async def __aenter__(self) -> Linked:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.proxy = DelayProxy(f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}", self.link)
+        self.proxy = FaultyProxy(f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}", self.link)
         self.address = await self.proxy.__aenter__()
         return self
 

@@ -11,15 +11,12 @@ import numpy.typing as npt
 import torch
 from scipy import stats
 from transformers import (
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from specwire import Completion, SamplingParams
 from tests.support.pairs import MARKOV_VOCAB_SIZE
+from tests.support.parameters import warped
 
 PROMPT = [3]
 FEW = {i: -100.0 for i in range(MARKOV_VOCAB_SIZE) if i not in (1, 4, 9)}
@@ -108,13 +105,4 @@ def reference_distributions(
     if allowed is not None:
         masks = [allowed(tokens[1:i]) for i in range(1, len(tokens))]
         scores[~torch.from_numpy(np.stack(masks))] = -torch.inf
-    warpers = [
-        TemperatureLogitsWarper(params.temperature) if params.temperature != 1 else None,
-        TopKLogitsWarper(params.top_k) if params.top_k else None,
-        TopPLogitsWarper(params.top_p) if params.top_p < 1 else None,
-        MinPLogitsWarper(params.min_p) if params.min_p else None,
-    ]
-    for warper in warpers:
-        if warper is not None:
-            scores = warper(None, scores)
-    return torch.softmax(scores.double(), dim=-1).numpy()
+    return torch.softmax(warped(scores, params).double(), dim=-1).numpy()

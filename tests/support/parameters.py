@@ -1,11 +1,14 @@
-"""Valid and invalid values of each sampling parameter."""
+"""Valid and invalid values of each sampling parameter, and what the warps do by classes of transformers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specwire.core import Rule
+from specwire.core import WARPS, Rule, SamplingParams
 from specwire.text.grammar import Grammar
+
+if TYPE_CHECKING:
+    import torch
 
 VALUES: dict[str, Any] = {
     "max_tokens": 17,
@@ -68,3 +71,21 @@ INVALID: dict[str, tuple[Any, ...]] = {
     "cache_salt": ("s" * 257, 3),
 }
 """Each by itself; the first one fits into a message."""
+
+EACH_WARP = [{name: VALUES[name]} for name in WARPS]
+"""Parameters that change the distribution by one of them."""
+
+
+def warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Scores [num_rows, vocab_size] after the classes that `generate` would build, in its order."""
+    from transformers.generation import logits_process as hf
+
+    warps = {
+        hf.TemperatureLogitsWarper: params.temperature not in (0, 1) and params.temperature,
+        hf.TopKLogitsWarper: params.top_k,
+        hf.TopPLogitsWarper: params.top_p < 1 and params.top_p,
+        hf.MinPLogitsWarper: params.min_p,
+    }
+    for warp, value in warps.items():
+        scores = warp(value)(None, scores) if value else scores
+    return scores

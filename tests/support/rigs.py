@@ -12,8 +12,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Client, Rule, SamplingParams, SpecwireError
+from specwire.config.link import Link
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
-from tools.proxy.delay_proxy import DelayProxy, Link
 
 TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"
 PROMPT = (1, 2, 3)
@@ -117,7 +118,7 @@ def rig() -> Iterator[Rig]:
         )
         thread = LoopThread()
         stack.callback(thread.close)
-        proxy = DelayProxy(running.address, Link())
+        proxy = FaultyProxy(running.address, Link())
         address = stack.enter_context(thread.entered(lambda: proxy))
         client = stack.enter_context(Client(address))
         yield Rig(running, client, StackProxy(proxy, thread, address))

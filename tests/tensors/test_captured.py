@@ -14,6 +14,7 @@ from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import captured, choices, random, rows, sampling
 from specwire.rule.columns import Encoded, Row
+from tests.support.parameters import EACH_WARP
 from tests.support.tiny_models import build
 
 
@@ -121,9 +122,8 @@ def test_layers_that_cannot_be_compiled_stay_as_they_are(
 
 def test_warps_on_the_device_are_those_of_the_host() -> None:
     all_params = [
+        *(SamplingParams(**each) for each in EACH_WARP[1:]),  # a temperature alone: where sums of all reach 1
         SamplingParams(top_k=5),
-        SamplingParams(top_p=0.7),
-        SamplingParams(min_p=0.1),
         SamplingParams(temperature=0.5, top_k=20, top_p=0.9),
         SamplingParams(),
     ]

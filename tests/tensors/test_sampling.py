@@ -27,6 +27,7 @@ from specwire.rule.sampling import (
     truncate_support,
 )
 from specwire.support import certain
+from tests.support.parameters import EACH_WARP, warped
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 VOCAB = 200
@@ -50,22 +51,13 @@ def doubles(*values: float) -> torch.Tensor:
 
 def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """One row through the classes that `generate` would build, in its order."""
-    warpers = []
-    if params.temperature not in (0, 1):
-        warpers.append(hf.TemperatureLogitsWarper(params.temperature))
-    if params.top_k and not params.greedy:
-        warpers.append(hf.TopKLogitsWarper(params.top_k))
-    if params.top_p < 1 and not params.greedy:
-        warpers.append(hf.TopPLogitsWarper(params.top_p))
-    if params.min_p > 0 and not params.greedy:
-        warpers.append(hf.MinPLogitsWarper(params.min_p))
-    for warper in warpers:
-        logits = warper(None, logits)
+    logits = warped(logits, SamplingParams(temperature=params.temperature) if params.greedy else params)
     return logits if params.greedy else torch.log_softmax(logits, dim=-1)
 
 
 WARPS: list[dict[str, Any]] = [
     {},
+    *EACH_WARP,
     {"temperature": 0},
     {"temperature": 0.6},
     {"temperature": 1.7},

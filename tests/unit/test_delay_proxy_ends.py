@@ -10,9 +10,10 @@ import time
 import psutil
 import pytest
 
+from specwire.config.link import Link
+from tests.support.faulty_proxy import Direction, FaultyProxy
 from tests.support.links import MS, Linked, Peer, until
 from tools.proxy.delay_line import MAX_HELD_BYTES
-from tools.proxy.delay_proxy import DelayProxy, Direction, Link
 
 CHUNK = bytes(64 << 10)
 
@@ -135,7 +136,7 @@ class TestEnds:
     async def test_no_service_at_the_other_end(self, caplog: pytest.LogCaptureFixture) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             to = f"127.0.0.1:{taken.getsockname()[1]}"
-        proxy = DelayProxy(to, Link(rtt_ms=40))
+        proxy = FaultyProxy(to, Link(rtt_ms=40))
         async with proxy as address:
             started = time.monotonic()
             client = await Peer.connect(address)

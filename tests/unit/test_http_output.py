@@ -23,7 +23,7 @@ SHOWN = [
 
 def items(text: str, step: int = 1000, *, most: int | None = None, is_cut: bool = False) -> list[Any]:
     """Those of a text in pieces of so many characters, checked against the events."""
-    output = Output(ToolParser(HERMES, {"f"}), most)
+    output = Output(ToolParser(HERMES, {"f"}, most))
     events = output.begin()
     for start in range(0, len(text), step):
         events += output.add(text[start : start + step])

@@ -140,7 +140,7 @@ def test_json_is_followed_as_json_reads_it() -> None:
 
 
 def test_one_call_where_no_more_are_wanted() -> None:
-    message = Calls(ToolParser(HERMES, NAMES), most=1).message(f"<tool_call>{NOW}</tool_call><tool_call>{F}")
+    message = Calls(ToolParser(HERMES, NAMES, most=1)).message(f"<tool_call>{NOW}</tool_call><tool_call>{F}")
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
 
 

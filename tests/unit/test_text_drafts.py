@@ -16,8 +16,7 @@ from coordinator.cost import Cost
 from coordinator.drafts.counts import CountedOutput, Table
 from coordinator.drafts.earlier import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs
 from coordinator.drafts.methods import TextDrafts
-from coordinator.drafts.ngram import Ngram
-from coordinator.drafts.suffix import Suffix
+from coordinator.drafts.occurrences import Ngram, Suffix
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
 from coordinator.length.choice import SharedChoice

@@ -22,12 +22,13 @@ from benchmarks.prompts import PROMPTS
 from benchmarks.vllm import MODEL, PYTHON, vllm
 from specwire import embedded
 from specwire.cli.process import Service
+from specwire.config.link import Link
 from specwire.text import tokenizer
 from specwire.vllm import RemoteDraft
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.harness import LOOPBACK, LoopThread, StackProxy, handshake
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE, chi_square_p_value
 from tests.support.tiny_models import build, save
-from tools.proxy.delay_proxy import DelayProxy, Link
 
 pytestmark = [
     pytest.mark.vllm,
@@ -280,7 +281,7 @@ class TestFaults:
     def test_a_draft_far_away(self, wanted: Texts, tmp_path: Path, link: Link) -> None:
         asked, thread = prompts(embedded.TARGET_DIR), LoopThread()
         with draft_service(embedded.DRAFT_DIR) as draft:
-            proxy = DelayProxy(draft.address, link)
+            proxy = FaultyProxy(draft.address, link)
             with thread.entered(lambda: proxy) as address:
                 between = StackProxy(proxy, thread, address)
                 with drafted(embedded.TARGET_DIR, address, tmp_path) as url:

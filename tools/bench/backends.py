@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specwire.completion import Speculation
 from specwire.config.flags import flag_name
 from specwire.core import PARAMETERS, SamplingParams
 from specwire.errors import (
@@ -20,6 +18,7 @@ from specwire.errors import (
     SpecwireError,
     UnauthenticatedError,
 )
+from tools.bench.metrics import RequestRecord
 from tools.bench.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -35,31 +34,13 @@ _NOT_OF_OTHERS = (
 _MAX_ERROR_LEN = 200
 
 
-@dataclass(slots=True)
-class Attempt:
-    """One request and what came of it.
-
-    Attributes:
-        chunk_times_s: [num_chunks] arrival of each chunk with tokens, by the measurement's clock.
-        chunk_tokens: [num_chunks] tokens of each; where the protocol does not say, 1.
-    """
-
-    chunk_times_s: list[float] = field(default_factory=list)
-    chunk_tokens: list[int] = field(default_factory=list)
-    num_input_tokens: int = 0
-    num_output_tokens: int = 0
-    speculation: Speculation = field(default_factory=Speculation)
-    text: str = ""
-    error: SpecwireError | None = None
-
-
 class Backend(Protocol):
     """A server under load."""
 
     async def send(
-        self, prompt: Prompt, params: SamplingParams, attempt: Attempt, now_s: Callable[[], float]
+        self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
     ) -> None:
-        """Send one request, and fill the attempt while its answer arrives.
+        """Send one request, and fill its record while its answer arrives.
 
         Raises:
             SpecwireError: the request failed.
@@ -73,19 +54,19 @@ class Coordinator:
         self._client = client
 
     async def send(
-        self, prompt: Prompt, params: SamplingParams, attempt: Attempt, now_s: Callable[[], float]
+        self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
     ) -> None:
         """See `Backend`."""
         async with self._client.stream(prompt.text, params, prompt_token_ids=prompt.token_ids) as stream:
             async for chunk in stream:
                 if chunk.tokens:
-                    attempt.chunk_times_s.append(now_s())
-                    attempt.chunk_tokens.append(len(chunk.tokens))
+                    record.chunk_times_s.append(now_s())
+                    record.chunk_tokens.append(len(chunk.tokens))
             done = stream.completion
-        attempt.num_input_tokens = done.usage.prompt_tokens
-        attempt.num_output_tokens = done.usage.completion_tokens
-        attempt.speculation = done.speculation
-        attempt.text = done.text
+        record.num_input_tokens = done.usage.prompt_tokens
+        record.num_output_tokens = done.usage.completion_tokens
+        record.speculation = done.speculation
+        record.text = done.text
 
 
 class OpenAIServer:
@@ -104,7 +85,7 @@ class OpenAIServer:
         self._is_chat = is_chat
 
     async def send(
-        self, prompt: Prompt, params: SamplingParams, attempt: Attempt, now_s: Callable[[], float]
+        self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
     ) -> None:
         """See `Backend`."""
         import httpx2
@@ -114,13 +95,13 @@ class OpenAIServer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, answer.headers, await answer.aread())
                 async for event in _events(answer):
-                    self._take(event, attempt, now_s)
+                    self._take(event, record, now_s)
         except httpx2.TimeoutException as error:
             raise DeadlineExceededError(f"{self._client.base_url}: {type(error).__name__}") from None
         except httpx2.TransportError as error:
             problem = str(error) or type(error).__name__
             raise ServiceUnavailableError(f"{self._client.base_url}: {problem}") from None
-        if not attempt.num_input_tokens:
+        if not record.num_input_tokens:
             raise InternalError("the server counts no tokens: it does not know stream_options.include_usage")
 
     def _body(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
@@ -132,19 +113,19 @@ class OpenAIServer:
             raise InvalidRequestError("prompt_token_ids", prompt.token_ids, "a chat takes text")
         return {**about, "messages": [{"role": "user", "content": prompt.text}], **parameters(params)}
 
-    def _take(self, event: Mapping[str, Any], attempt: Attempt, now_s: Callable[[], float]) -> None:
+    def _take(self, event: Mapping[str, Any], record: RequestRecord, now_s: Callable[[], float]) -> None:
         """One event: text, the count of tokens at the end, or an error in mid-stream."""
         if event.get("error"):
             raise ServiceUnavailableError(str(event["error"])[:_MAX_ERROR_LEN])
         for choice in event.get("choices", ()):
             text = choice.get("delta", {}).get("content") if self._is_chat else choice.get("text")
             if text:
-                attempt.chunk_times_s.append(now_s())
-                attempt.chunk_tokens.append(1)
-                attempt.text += text
+                record.chunk_times_s.append(now_s())
+                record.chunk_tokens.append(1)
+                record.text += text
         if usage := event.get("usage"):
-            attempt.num_input_tokens = usage["prompt_tokens"]
-            attempt.num_output_tokens = usage["completion_tokens"]
+            record.num_input_tokens = usage["prompt_tokens"]
+            record.num_output_tokens = usage["completion_tokens"]
 
 
 def parameters(params: SamplingParams) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specwire.config.client import ClientConfig
 from specwire.config.sampling_flags import add_sampling_flags, sampling_params
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
+from tools import files
 from tools.bench import flags
 from tools.bench.metrics import RequestRecord, Summary, summarize
 
@@ -87,10 +88,8 @@ def run(config: ClientConfig, args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Now, rather than after the measurement."""
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{flag} {path}: cannot be written")
+    files.check_place("--json", args.json)
+    files.check_place("--plot", args.plot)
     if args.save_detailed and args.json is None:
         raise ConfigError("--save-detailed: needs --json FILE")
     if args.plot is not None:
@@ -154,10 +153,10 @@ class _Session:
             settings = self._settings() | {"interrupted": interrupted}
             found = report.result(settings, summary, records, detailed=args.save_detailed)
             text = json.dumps(found, ensure_ascii=False, indent=2) + "\n"
-            _written("--json", args.json, lambda path: path.write_text(text, encoding="utf-8"))
+            files.write("--json", args.json, lambda path: path.write_text(text, encoding="utf-8"))
         if args.plot:
             title = self._title()
-            _written("--plot", args.plot, lambda path: report.plot(path, summary, records, title))
+            files.write("--plot", args.plot, lambda path: report.plot(path, summary, records, title))
         return summary
 
     def _settings(self) -> dict[str, Any]:
@@ -193,10 +192,3 @@ def _sampling(params: SamplingParams) -> Mapping[str, Any]:
     """The parameters without the seed, which differs by request."""
     values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return {name: value for name, value in values.items() if name != "seed"}
-
-
-def _written(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None

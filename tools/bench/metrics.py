@@ -42,9 +42,15 @@ METRICS = {
 #: Latencies with one value for each request, which can have an objective.
 OBJECTIVES = ("ttft", "tpot", "e2el")
 OK = "OK"
+_FIGURES = (
+    *("completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput"),
+    *("request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"),
+    *("max_concurrent_requests", "max_send_delay_ms"),
+)
+"""Of a `Summary`, under the same names in JSON."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RequestRecord:
     """One request as the client saw it. Times are in seconds since the start of the measurement.
 
@@ -53,7 +59,7 @@ class RequestRecord:
         end_s: when its completion or its error arrived.
         scheduled_s: when the schedule demands it; None in a closed loop, which has no schedule.
         chunk_times_s: [num_chunks] arrival of each chunk with tokens.
-        chunk_tokens: [num_chunks] tokens of each.
+        chunk_tokens: [num_chunks] tokens of each; where the protocol does not say, 1.
         num_input_tokens, num_output_tokens: as the server counted them; 0 for a failed request.
         status: name of the gRPC status it ended with.
         error: message of the error, if it failed.
@@ -62,11 +68,11 @@ class RequestRecord:
         text: its output.
     """
 
-    start_s: float
-    end_s: float
+    start_s: float = 0.0
+    end_s: float = 0.0
     scheduled_s: float | None = None
-    chunk_times_s: tuple[float, ...] = ()
-    chunk_tokens: tuple[int, ...] = ()
+    chunk_times_s: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     status: str = OK
@@ -83,7 +89,7 @@ class RequestRecord:
     @property
     def ttft_ms(self) -> float:
         """Time to first token; that of the end for an empty output."""
-        return ((self.chunk_times_s or (self.end_s,))[0] - self.start_s) * 1e3
+        return ((self.chunk_times_s or [self.end_s])[0] - self.start_s) * 1e3
 
     @property
     def e2el_ms(self) -> float:
@@ -190,17 +196,7 @@ class Summary:
         """JSON-ready, under the names of `vllm bench serve`."""
         return {
             "duration": self.duration_s,
-            "completed": self.completed,
-            "failed": self.failed,
-            "total_input_tokens": self.total_input_tokens,
-            "total_output_tokens": self.total_output_tokens,
-            "request_throughput": self.request_throughput,
-            "request_goodput": self.request_goodput,
-            "output_throughput": self.output_throughput,
-            "total_token_throughput": self.total_token_throughput,
-            "max_output_tokens_per_s": self.max_output_tokens_per_s,
-            "max_concurrent_requests": self.max_concurrent_requests,
-            "max_send_delay_ms": self.max_send_delay_ms,
+            **{name: getattr(self, name) for name in _FIGURES},
             "errors_by_status": dict(self.errors),
             "refused": self.num_refusals,
             **_latency_fields(self.latencies),

@@ -12,6 +12,7 @@ import numpy as np
 
 from specwire.core import ModelInfo
 from specwire.errors import ConfigError
+from tools.files import read_text
 
 BUILT_IN = (
     "def fibonacci(n):\n    ",
@@ -41,10 +42,7 @@ def read(path: Path) -> list[Prompt]:
     Raises:
         ConfigError: naming the file and the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read ({error})") from None
+    text = read_text("--prompts", path)
     # Not splitlines(): a prompt may hold a form feed or U+2028.
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from specwire.core import SamplingParams
 from specwire.errors import ResourceExhaustedError, SpecwireError
-from tools.bench.backends import Attempt, Backend
-from tools.bench.metrics import OK, RequestRecord
+from tools.bench.backends import Backend
+from tools.bench.metrics import RequestRecord
 from tools.bench.prompts import Prompt
 
 _MAX_SEED = 2**63
@@ -78,7 +78,6 @@ class Measurement:
         prompts: at least one.
         params: of every request, except for the seed and a prompt's own `max_tokens`.
         on_record: called for each request that ended.
-        clock: seconds, of any origin.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Measurement:
         load: OfferedLoad,
         *,
         on_record: Callable[[RequestRecord], None] = lambda _: None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.records: list[RequestRecord] = []
         self.duration_s = 0.0
@@ -98,7 +96,6 @@ class Measurement:
         self._params = params
         self._load = load
         self._on_record = on_record
-        self._clock = clock
         self._start_s = 0.0
 
     async def warm_up(self, num_requests: int) -> None:
@@ -108,7 +105,7 @@ class Measurement:
 
     async def run(self) -> None:
         """Send everything and wait for all answers."""
-        self._start_s = self._clock()
+        self._start_s = time.perf_counter()
         try:
             await (self._closed_loop() if self._load.rate is None else self._open_loop())
         finally:
@@ -141,26 +138,27 @@ class Measurement:
         """One request, with retries after refusals, to its record."""
         start_s, num_refusals = self._now_s(), 0
         while True:
-            attempt = await self._attempt(index)
-            if not isinstance(attempt.error, ResourceExhaustedError):
+            record, error = await self._attempt(index)
+            if not isinstance(error, ResourceExhaustedError):
                 break
             num_refusals += 1
-            retry_after_ms = attempt.error.retry_after_ms
-            if retry_after_ms is None or num_refusals > self._load.retries:
+            if error.retry_after_ms is None or num_refusals > self._load.retries:
                 break
-            await asyncio.sleep(retry_after_ms / 1e3)
-        record = _record(attempt, start_s, self._now_s(), scheduled_s, num_refusals)
+            await asyncio.sleep(error.retry_after_ms / 1e3)
+        record.start_s, record.end_s, record.scheduled_s = start_s, self._now_s(), scheduled_s
+        record.num_refusals = num_refusals
         self.records.append(record)
         self._on_record(record)
 
-    async def _attempt(self, index: int) -> Attempt:
-        attempt = Attempt()
-        prompt = self._prompts[index % len(self._prompts)]
+    async def _attempt(self, index: int) -> tuple[RequestRecord, SpecwireError | None]:
+        """What came of sending a request once, and why it failed if it did."""
+        record, prompt = RequestRecord(), self._prompts[index % len(self._prompts)]
         try:
-            await self._backend.send(prompt, self._params_of(prompt, index), attempt, self._now_s)
+            await self._backend.send(prompt, self._params_of(prompt, index), record, self._now_s)
         except SpecwireError as error:
-            attempt.error = error
-        return attempt
+            record.status, record.error = error.status, str(error)
+            return record, error
+        return record, None
 
     def _params_of(self, prompt: Prompt, index: int) -> SamplingParams:
         seed = (self._load.seed + index) % _MAX_SEED
@@ -168,24 +166,4 @@ class Measurement:
         return dataclasses.replace(self._params, seed=seed, max_tokens=max_tokens)
 
     def _now_s(self) -> float:
-        return self._clock() - self._start_s
-
-
-def _record(
-    attempt: Attempt, start_s: float, end_s: float, scheduled_s: float | None, num_refusals: int
-) -> RequestRecord:
-    error = attempt.error
-    return RequestRecord(
-        start_s=start_s,
-        end_s=end_s,
-        scheduled_s=scheduled_s,
-        chunk_times_s=tuple(attempt.chunk_times_s),
-        chunk_tokens=tuple(attempt.chunk_tokens),
-        num_input_tokens=attempt.num_input_tokens,
-        num_output_tokens=attempt.num_output_tokens,
-        status=error.status if error else OK,
-        error=str(error) if error else "",
-        num_refusals=num_refusals,
-        speculation=attempt.speculation,
-        text=attempt.text,
-    )
+        return time.perf_counter() - self._start_s

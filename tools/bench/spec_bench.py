@@ -27,6 +27,7 @@ from specwire.config.sampling_flags import sampling_params
 from specwire.config.speculative import METHODS, MODEL, NGRAM
 from specwire.core import Fate, ModelInfo, SamplingParams
 from specwire.errors import ConfigError
+from tools.files import read_text
 
 PLAIN, AUTO, TREE, OVERALL = "plain", "auto", "tree", "overall"
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -75,10 +76,7 @@ def read(path: Path) -> list[Question]:
     Raises:
         ConfigError: naming the file, the line and the field.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--questions {path}: cannot be read ({error})") from None
+    lines = read_text("--questions", path).split("\n")
     found = [
         _question(line, f"--questions {path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()
     ]

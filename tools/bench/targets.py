@@ -6,8 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from specwire.client.client import AsyncClient
 from specwire.config import extras
@@ -22,24 +21,8 @@ from tools.bench.prompts import BUILT_IN, Prompt
 _PATHS = {flags.OPENAI: "/v1/completions", flags.OPENAI_CHAT: "/v1/chat/completions"}
 
 
-class Target(Protocol):
-    """A server; its models and prompts are known once it is open."""
-
-    address: str
-    model_id: str
-    draft_model_id: str
-    prompts: Sequence[Prompt]
-
-    def opened(self) -> AbstractAsyncContextManager[Backend]:
-        """Its backend.
-
-        Raises:
-            SpecwireError: it cannot be reached.
-        """
-
-
-def target(args: argparse.Namespace, config: ClientConfig, params: SamplingParams) -> Target:
-    """The server that the flags name.
+def target(args: argparse.Namespace, config: ClientConfig, params: SamplingParams) -> _Specwire | _OpenAI:
+    """The server that the flags name; its models and prompts are known once it is open.
 
     Raises:
         ConfigError: a flag that the backend has no use for, or a file that cannot be used.
@@ -73,6 +56,8 @@ def _random(args: argparse.Namespace, vocab_size: int) -> list[Prompt]:
 
 
 class _Specwire:
+    """A coordinator."""
+
     def __init__(self, args: argparse.Namespace, config: ClientConfig) -> None:
         self._args = args
         self._config = config
@@ -96,6 +81,8 @@ class _Specwire:
 
 
 class _OpenAI:
+    """A server with OpenAI's API."""
+
     def __init__(self, args: argparse.Namespace, config: ClientConfig) -> None:
         self._args = args
         self._timeout_s = config.timeout_s

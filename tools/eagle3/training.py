@@ -23,7 +23,7 @@ from specwire.engine.heads.files import replace_file
 from specwire.engine.model.drafter import bare_rows
 from specwire.engine.model.eagle3 import Eagle3, read_settings
 from specwire.support import IntArray
-from tools.eagle3.config import TrainEagle3Config
+from tools.drafts import TrainEagle3Config
 from tools.eagle3.unrolled import loss_of
 from tools.heads.states import Kept
 from tools.heads.training import Bar, prepared, text_name

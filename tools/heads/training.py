@@ -6,7 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from specwire.engine.model.loading import errors_naming, load_weights, read_conf
 from specwire.errors import ConfigError
 from specwire.support import IntArray
 from specwire.text import tokenizer
-from tools import texts
-from tools.heads.config import TrainHeadsConfig
+from tools.drafts import TrainHeadsConfig, TrainingConfig
+from tools.files import read_text
 from tools.heads.descent import descend
 from tools.heads.fit import Inputs, fit
 from tools.heads.states import WINDOW, Kept, run_text
@@ -76,23 +76,7 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
     return made
 
 
-class _Given(Protocol):
-    """What all trainings are told."""
-
-    @property
-    def target(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def num_threads(self) -> int: ...
-
-
-def prepared(config: _Given, least: int) -> tuple[Any, IntArray, str]:
+def prepared(config: TrainingConfig, least: int) -> tuple[Any, IntArray, str]:
     """The target, the text's tokens and the fingerprint of the target's weights.
 
     Args:
@@ -108,7 +92,7 @@ def prepared(config: _Given, least: int) -> tuple[Any, IntArray, str]:
     return _load_target(source), token_ids, weights_fingerprint(model_directory(source))
 
 
-def _token_ids(config: _Given, source: str, least: int) -> IntArray:
+def _token_ids(config: TrainingConfig, source: str, least: int) -> IntArray:
     """The text's, int64 [num_tokens].
 
     Raises:
@@ -117,7 +101,7 @@ def _token_ids(config: _Given, source: str, least: int) -> IntArray:
     loaded = tokenizer.load(source)
     if loaded is None:
         raise ConfigError(f"--target {config.target}: has no tokenizer")
-    text = texts.read(config.text)
+    text = read_text("--text", config.text)
     token_ids = np.array(loaded.encode(text[: _CHARS * config.tokens])[: config.tokens], np.int64)
     if len(token_ids) < least:
         raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {least}")

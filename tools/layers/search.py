@@ -28,8 +28,8 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
 from specwire.text import tokenizer
-from tools import texts
-from tools.layers.config import SearchLayersConfig
+from tools.drafts import SearchLayersConfig
+from tools.files import read_text
 from tools.layers.objective import Promise, Trials, num_pages, promise
 
 PROMPT_LEN, _LEAST_PROMPT_LEN = 64, 8
@@ -162,7 +162,7 @@ def _prompts(config: SearchLayersConfig, source: str) -> list[list[int]]:
     loaded = tokenizer.load(source)
     if loaded is None:
         raise ConfigError(f"--target {config.target}: has no tokenizer")
-    text = texts.read(config.text)
+    text = read_text("--text", config.text)
     size = len(text) // config.prompts
     pieces = [loaded.encode(text[i * size : (i + 1) * size])[:PROMPT_LEN] for i in range(config.prompts)]
     pieces = [piece for piece in pieces if len(piece) >= _LEAST_PROMPT_LEN]

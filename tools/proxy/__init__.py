@@ -1,1 +1,1 @@
-"""A proxy that delays, degrades and cuts connections."""
+"""A proxy that delays what passes through it."""

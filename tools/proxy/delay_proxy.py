@@ -1,5 +1,4 @@
-"""An emulated network between two services: a TCP proxy with latency, jitter and a bandwidth limit, and
-network faults: stalls, resets, half-closed connections, late closes, faults in one direction only.
+"""An emulated network between two services: a TCP proxy with latency, jitter and a bandwidth limit.
 
     client ──▶ [ (bytes, due), (bytes, due), ... ] ──▶ service
     client ◀── [ ..., (due, bytes), (due, bytes) ] ◀── service        (`delay_line`)
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import itertools
 import logging
 import socket
@@ -26,16 +24,7 @@ from specwire.errors import ConfigError
 from tools.proxy.alarm import Alarm
 from tools.proxy.delay_line import DelayLine, LinkDirection, Signal
 
-__all__ = ["DelayProxy", "Direction", "Link", "serving"]
-
 log = logging.getLogger(__name__)
-
-
-class Direction(enum.IntEnum):
-    """One way of a link: from the client to the service, or back."""
-
-    THERE = 0
-    BACK = 1
 
 
 class DelayProxy:
@@ -81,66 +70,6 @@ class DelayProxy:
         await self._server.wait_closed()
         self._alarm.close()
 
-    @property
-    def link(self) -> Link:
-        """The settings. New ones apply to bytes that arrive from then on, their seed to new connections."""
-        return self._link
-
-    @link.setter
-    def link(self, link: Link) -> None:
-        self._link = link
-        for direction in Direction:
-            self.degrade(direction, link)
-
-    def degrade(self, direction: Direction, link: Link) -> None:
-        """Use this link's settings for one direction, with half of its round trip."""
-        self._lanes[direction].change(link)
-
-    @property
-    def num_connections(self) -> int:
-        """Connections with an open end."""
-        return len(self._connections)
-
-    @property
-    def num_held_bytes(self) -> int:
-        """Bytes in flight, in both directions of all connections."""
-        return sum(c.there.num_held_bytes + c.back.num_held_bytes for c in self._connections)
-
-    def stall(self, *directions: Direction) -> None:
-        """Hold all bytes, like a network partition; connections stay open.
-
-        Args:
-            directions: default both; likewise below.
-        """
-        for direction in directions or Direction:
-            self._lanes[direction].is_stalled = True
-
-    def resume(self, *directions: Direction) -> None:
-        """End a stall: overdue bytes arrive now."""
-        for direction in directions or Direction:
-            self._lanes[direction].is_stalled = False
-            for connection in list(self._connections):
-                connection.lines[direction].deliver()
-
-    def reset(self, *directions: Direction) -> None:
-        """Reset the ends that these directions lead to. With one direction, the other end is not told, as
-        when a router drops the state of a connection."""
-        for connection in list(self._connections):
-            for direction in directions or Direction:
-                connection.reset(direction)
-
-    def half_close(self, *directions: Direction) -> None:
-        """Half-close these directions, after the bytes in flight."""
-        for connection in list(self._connections):
-            for direction in directions or Direction:
-                connection.lines[direction].put(Signal.END)
-
-    def close_slowly(self, direction: Direction, delay_s: float) -> None:
-        """Close the ends that this direction comes from now, and the other ends after the delay; what those
-        send until then is lost."""
-        for connection in list(self._connections):
-            connection.close_slowly(direction, delay_s)
-
     def cut(self) -> None:
         """Reset all connections now; bytes in flight are lost. New connections are accepted."""
         for connection in list(self._connections):
@@ -164,8 +93,8 @@ class _Connection:
 
     def set_lines(self, lanes: tuple[LinkDirection, LinkDirection], alarm: Alarm, seed: str) -> None:
         """Create the lines of both directions."""
-        self.there = DelayLine(lanes[Direction.THERE], alarm, self.client, self.service, f"{seed}/there")
-        self.back = DelayLine(lanes[Direction.BACK], alarm, self.service, self.client, f"{seed}/back")
+        self.there = DelayLine(lanes[0], alarm, self.client, self.service, f"{seed}/there")
+        self.back = DelayLine(lanes[1], alarm, self.service, self.client, f"{seed}/back")
         self.lines = self.there, self.back
 
     def out_of(self, end: _End) -> DelayLine:
@@ -195,20 +124,6 @@ class _Connection:
         self.client.reset()
         self.service.reset()
 
-    def reset(self, direction: Direction) -> None:
-        """Reset the end that this direction leads to, without notice to the other end."""
-        end = self.service if direction is Direction.THERE else self.client
-        self.out_of(end).close()
-        end.reset()
-
-    def close_slowly(self, direction: Direction, delay_s: float) -> None:
-        """Close one end now, and the other one later."""
-        end = self.client if direction is Direction.THERE else self.service
-        self.into(end).close()
-        line = self.out_of(end)
-        end.close()
-        asyncio.get_running_loop().call_later(delay_s, line.put, Signal.END)
-
     def end_is_gone(self) -> None:
         """Called by an end."""
         if self.client.is_gone and self.service.is_gone:
@@ -221,7 +136,7 @@ class _End(asyncio.Protocol):
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
         self._transport: asyncio.Transport | None = None
-        self._has_read_all = self._has_written_all = self._closes_silently = False
+        self._has_read_all = self._has_written_all = False
         self.takes_more = True
         self.is_gone = False
 
@@ -250,7 +165,7 @@ class _End(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_gone = True
         self._connection.into(self).close()
-        if not self._closes_silently and (exc is not None or not self._has_read_all):
+        if exc is not None or not self._has_read_all:
             self._connection.out_of(self).put(Signal.RESET)
         self._connection.end_is_gone()
 
@@ -298,12 +213,6 @@ class _End(asyncio.Protocol):
             self._transport.abort()
         elif not self.is_gone:
             self.connection_lost(None)
-
-    def close(self) -> None:
-        """Close without notice to the other end."""
-        self._closes_silently = True
-        if self._transport is not None:
-            self._transport.close()
 
     def _close_if_over(self) -> None:
         has_all = self._has_written_all or self._connection.into(self).is_closed

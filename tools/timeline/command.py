@@ -21,6 +21,7 @@ from specwire.config.sampling_flags import add_sampling_flags, sampling_params, 
 from specwire.config.stack import LiveConfig
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError
+from tools import files
 from tools.timeline import layout, perfetto, picture
 from tools.timeline import spans as span_files
 from tools.timeline.generation import GenerationTrace, choose, generations, is_complete
@@ -104,9 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Check flags now, rather than after the generation."""
-    for flag, path in [("--out", args.out), ("--perfetto", args.perfetto)]:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{flag} {path}: cannot be written")
+    files.check_place("--out", args.out)
+    files.check_place("--perfetto", args.perfetto)
     if args.out.suffix not in ("", ".svg"):
         raise ConfigError(f"--out {args.out}: the picture is an SVG, NAME.svg")
     if not args.live:
@@ -200,8 +200,5 @@ def _receiver(address: str) -> Receiver:
 
 
 def _write(flag: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None
+    files.write(flag, path, lambda path: path.write_text(text, encoding="utf-8"))
     print(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specwire.errors import ConfigError
+from tools.files import read_text
 
 Value = str | bool | int | float | Sequence[Any] | Mapping[str, Any] | None
 
@@ -79,10 +80,7 @@ def read(path: Path) -> list[RecordedSpan]:
     Raises:
         ConfigError: naming file, line and problem.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    text = read_text("", path)
     if not text.strip():
         raise ConfigError(f"{path}: is empty")
     found: list[RecordedSpan] = []

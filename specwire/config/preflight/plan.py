@@ -119,16 +119,7 @@ def _(config: DraftConfig) -> Needs:
 
 
 @needs_of.register
-def _(config: CoordinatorConfig) -> Needs:
-    return _needs_of_workers(config)
-
-
-@needs_of.register
-def _(config: HttpConfig) -> Needs:
-    return _needs_of_workers(config)
-
-
-def _needs_of_workers(config: CoordinatorConfig | HttpConfig) -> Needs:
+def _(config: CoordinatorConfig | HttpConfig) -> Needs:
     metrics = [next_address("metrics_address", config.metrics_address, n) for n in range(config.workers)]
     addresses = [(("address",), config.address), *((("metrics_address",), each) for each in metrics)]
     return Needs(addresses=addresses, tokenizers=[("tokenizer", config.tokenizer)])

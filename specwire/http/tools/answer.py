@@ -8,8 +8,7 @@ from specwire.completion import Chunk, Completion, FinishReason
 from specwire.http.answers import ChatAnswer, Json
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.model import Spell
-from specwire.http.tools.calls import Calls
-from specwire.http.tools.parser import ToolParser
+from specwire.http.tools.calls import Calls, parser_of
 
 
 class ToolAnswer(ChatAnswer):
@@ -49,8 +48,7 @@ class ToolAnswer(ChatAnswer):
 
     def _calls_of(self, index: int) -> Calls:
         if index not in self._calls:
-            parser = ToolParser(self._body.call_format, {f.name for f in self._body.callable_functions})
-            self._calls[index] = Calls(parser, None if self._body.parallel_tool_calls is not False else 1)
+            self._calls[index] = Calls(parser_of(self._body))
         return self._calls[index]
 
 

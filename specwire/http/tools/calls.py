@@ -6,27 +6,29 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+from specwire.http.bodies.calling import Calling
 from specwire.http.tools.parser import CallBegins, Content, Event, ToolParser
 
 Json = dict[str, Any]
 
 
+def parser_of(body: Calling) -> ToolParser:
+    """Of the text that answers a request with tools."""
+    names = {function.name for function in body.callable_functions}
+    return ToolParser(body.call_format, names, 1 if body.parallel_tool_calls is False else None)
+
+
 class Calls:
-    """Deltas of a text, and the message that they add up to.
+    """Deltas of a text, and the message that they add up to."""
 
-    Args:
-        most: calls to report; text of further ones is left out. None for all.
-    """
-
-    def __init__(self, parser: ToolParser, most: int | None = None) -> None:
+    def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
-        self._most = most
-        self._num_calls = 0
+        self._num_begun = 0
 
     @property
     def are_complete(self) -> bool:
         """Whether there are calls, and the arguments of all are complete."""
-        return self._num_calls > 0 and self._parser.is_complete
+        return self._num_begun > 0 and self._parser.is_complete
 
     def add(self, text: str) -> Json:
         """The delta of more text; empty while nothing is certain."""
@@ -49,24 +51,19 @@ class Calls:
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, CallBegins):
-                self._num_calls += 1
-                if self._is_reported:
-                    calls.append(self._begun(event.name))
-            elif self._is_reported:
+                calls.append(self._begun(event.name))
+            else:
                 self._extend(calls, event.text)
         return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
 
-    @property
-    def _is_reported(self) -> bool:
-        return self._most is None or self._num_calls <= self._most
-
     def _begun(self, name: str) -> Json:
+        self._num_begun += 1
         call_id = "call_" + secrets.token_hex(12)
         function = {"name": name, "arguments": ""}
-        return {"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}
+        return {"index": self._num_begun - 1, "id": call_id, "type": "function", "function": function}
 
     def _extend(self, calls: list[Json], arguments: str) -> None:
-        index = self._num_calls - 1
+        index = self._num_begun - 1
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})
         calls[-1]["function"]["arguments"] += arguments

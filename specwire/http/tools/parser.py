@@ -55,11 +55,15 @@ class ToolParser:
 
     Args:
         names: of the known tools.
+        most: calls to report; further ones are neither calls nor content. None for all.
     """
 
-    def __init__(self, form: Format, names: Collection[str]) -> None:
+    def __init__(self, form: Format, names: Collection[str], most: int | None = None) -> None:
+        self._num_calls = 0
         self._form = form
         self._names = names
+        self._most = most
+        self._is_left_out = False
         self._found: list[tuple[type[Event], list[str]]] = []
         self._waiting: deque[str] = deque()
         self._next: Callable[[str], None] = self._in_content
@@ -101,6 +105,11 @@ class ToolParser:
         return [kind("".join(pieces)) for kind, pieces in found]
 
     def _emit(self, kind: type[Event], text: str) -> None:
+        if kind is CallBegins:
+            self._is_left_out = self._num_calls == self._most
+            self._num_calls += not self._is_left_out
+        if self._is_left_out and kind is not Content:
+            return
         if self._found and self._found[-1][0] is kind and kind is not CallBegins:
             self._found[-1][1].append(text)
         else:

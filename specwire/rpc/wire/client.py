@@ -55,7 +55,7 @@ def generate_request(
     prompt: str | None,
     params: SamplingParams,
     prompt_token_ids: Sequence[int] | None = None,
-    messages: Iterable[dict[str, Any]] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -94,13 +94,13 @@ def generate_request(
     elif messages is not None:
         request.messages.SetInParent()
         request.messages.messages.extend(_messages(messages))
-    if tools:
-        if messages is None:
+    if messages is None and (tools or chat_template_kwargs):
+        if tools:
             raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
+        raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "are only for messages")
+    if tools:
         request.messages.tools = _tools_to_json(tools)
     if chat_template_kwargs:
-        if messages is None:
-            raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "are only for messages")
         request.messages.template_kwargs = object_to_json("chat_template_kwargs", chat_template_kwargs)
     return request
 
@@ -137,10 +137,12 @@ def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
     return checked
 
 
-def _messages(messages: Iterable[dict[str, Any]]) -> list[generation_pb2.Message]:
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[generation_pb2.Message]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InvalidRequestError("messages", messages, 'must be a list of {"role": ..., "content": ...}')
     out = []
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise InvalidRequestError(f"messages[{i}]", message, "must have role and content")
         if not all(isinstance(message[name], str) for name in ("role", "content")):
             raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
@@ -189,15 +191,17 @@ def object_from_json(name: str, text: str) -> dict[str, Any]:
     Raises:
         InvalidRequestError: it is no object; the field is `name`.
     """
-    if not text:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(name, f"{len(text)} characters", f"is not JSON: {error}") from None
+    value = _from_json(name, text or "{}")
     if not isinstance(value, dict):
         raise InvalidRequestError(name, text[:80], "must be an object")
     return value
+
+
+def _from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(name, f"{len(text)} characters", f"is not JSON: {error}") from None
 
 
 def _tools_to_json(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -212,12 +216,7 @@ def tools_from_json(text: str) -> list[dict[str, Any]]:
     Raises:
         InvalidRequestError: not the JSON text of a list of objects.
     """
-    if not text:
-        return []
-    try:
-        tools = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError("tools", f"{len(text)} characters", f"are not JSON: {error}") from None
+    tools = _from_json("tools", text or "[]")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequestError("tools", text[:80], "must be a list of objects")
     return tools

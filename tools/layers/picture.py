@@ -1,37 +1,11 @@
-"""`specwire search-layers`: blocks that a target can spare, and a picture of the search."""
+"""A picture of the search for blocks that a target can spare."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from specwire.config import extras
-from tools.heads.command import bar
-from tools.layers.config import SearchLayersConfig
-
-if TYPE_CHECKING:
-    from tools.layers.objective import Promise
-
-
-def run(config: SearchLayersConfig) -> int:
-    """Search, draw, and say how the result is used; returns the exit status."""
-    if config.picture:
-        extras.require("--picture", "bench")
-    from tools.layers.search import run as search  # loads torch
-
-    found, tried = search(config, bar)
-    if config.picture:
-        draw(Path(config.picture), tried)
-    print(
-        f"{found.num_tried} sets tried; best without {found.skip}: {found.num_draft_tokens} draft tokens a "
-        f"round, each for {found.cost:.2f} of a pass; {found.tokens_a_pass:.2f} tokens a pass; predicted "
-        f"{found.speedup:.2f} times plain"
-    )
-    if found.speedup <= 1:
-        print("no set of blocks is predicted to be faster than plain decoding")
-    print(f"specwire up --target {config.target} --draft layers:{config.out or 'auto'}")
-    return 0
+from tools.layers.objective import Promise
 
 
 def front(tried: Sequence[Promise]) -> list[Promise]:

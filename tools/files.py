@@ -1,0 +1,42 @@
+"""Files that commands read and write; what cannot be used is refused by its flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from specwire.errors import ConfigError
+
+
+def read_text(flag: str, path: str | Path) -> str:
+    """The content of a UTF-8 file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: cannot be read ({error})".lstrip()) from None
+
+
+def check_place(flag: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written: before the work, rather than after it.
+
+    Raises:
+        ConfigError: it is a directory, or its directory does not exist.
+    """
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"{flag} {path}: cannot be written")
+
+
+def write(flag: str, path: Path, writing: Callable[[Path], object]) -> None:
+    """Have a file written.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    try:
+        writing(path)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None
