@@ -66,5 +66,6 @@ INVALID: dict[str, tuple[Any, ...]] = {
     "early_stopping": ("always", True),
     "num_return_sequences": (17, 2),
     "cache_salt": ("s" * 257, 3),
+    "adapter": ("a" * 257, 3),
 }
 """Each by itself; the first one fits into a message."""

@@ -258,7 +258,7 @@ class TestServe:
     def test_flags_of_vllm_that_mean_nothing_here(self) -> None:
         commands = argparse.ArgumentParser().add_subparsers()
         add(commands, lambda *_: 0)
-        with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: merge the adapter"):
+        with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: give --lora-modules"):
             commands.choices["serve"].parse_args(["embedded", "--enable-lora"])
 
     def test_flags_have_titles(self) -> None:
