@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +14,18 @@ import grpc
 import openai
 import pytest
 
-from specwire import Rule, SamplingParams
-from specwire.errors import InvalidRequestError, ModelLoadError
+import coordinator.service
+import verify_service.service
+from specwire import AsyncClient, Rule, SamplingParams
+from specwire.config.preflight import memory, plan
+from specwire.config.services import CoordinatorConfig, VerifyConfig
+from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2_grpc
 from tests.support import adapters, encoder_decoders
 from tests.support.fronts import front
 from tests.support.harness import LocalStack, handshake, local_stack, started_services
+from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.tiny_models import written_by_transformers
 from tests.support.together import together
@@ -252,6 +260,65 @@ class TestOpenAI:
             client.completions.create(model="nobody", prompt=PROMPT, max_tokens=1)
 
 
+@pytest.mark.parametrize("source", ["heads", "layers", "mtp", "dflash", "eagle3", "draft_model"])
+def test_a_target_that_drafts_for_itself(tmp_path: Path, source: str) -> None:
+    """Its drafts read states of whatever ran; a draft model beside it is the base's."""
+    target, options = save_drafting(source, tmp_path)
+    family = "glm4_moe" if source == "mtp" else "llama"
+    directory = adapters.save_adapter(tmp_path / "mine", family, target_modules=["q_proj", "o_proj"])
+    params = replace(SAMPLED, temperature=0.5)
+    with local_stack(target, verify_options=options | {"lora_modules": f"mine={directory}"}) as running:
+        plain = together(running.address, each_with(replace(params, draft="off"), ["", "mine"]))
+        drafted = replace(params, draft=source, num_draft_tokens=3)
+        done = together(running.address, each_with(drafted, ["", "mine"]))
+        running.assert_idle_within(2.0)
+    assert plain[0].token_ids != plain[1].token_ids
+    assert [each.token_ids for each in done] == [each.token_ids for each in plain]
+    assert all(each.speculation.num_draft_tokens > 0 for each in done)
+
+
+async def test_replicas_with_another_adapter_of_that_name_are_left_out(tmp_path: Path) -> None:
+    target = str(save_target(tmp_path / "target"))
+    first, second = (
+        adapters.save_adapter(tmp_path / name / "mine", seed=seed) for seed, name in enumerate("ab")
+    )
+    async with contextlib.AsyncExitStack() as entered:
+        options: dict[str, Any] = {"model": target, "dtype": "float32", "grace_s": 0.0}
+        configs = [
+            VerifyConfig(**options, lora_modules=given) for given in (f"mine={first}", f"mine={second}", "")
+        ]
+        addresses = [await entered.enter_async_context(verify_service.service.serving(c)) for c in configs]
+        coordinator_config = CoordinatorConfig(verify_address=",".join(addresses), grace_s=0.0)
+        address = await entered.enter_async_context(coordinator.service.serving(coordinator_config))
+        client = await entered.enter_async_context(AsyncClient(address))
+
+        async def left_out() -> list[str]:
+            return [
+                each.unavailable for each in (await client.get_status()).verify_replicas if each.unavailable
+            ]
+
+        async with asyncio.timeout(30):
+            while len(await left_out()) < 2:  # noqa: ASYNC110 - of tasks of the coordinator
+                await asyncio.sleep(0.02)
+        assert all("has adapters=" in each for each in await left_out())
+
+
+def test_their_weights_count_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = save_target(tmp_path / "target")
+    adapter = adapters.save_adapter(tmp_path / "adapter")
+    options: dict[str, Any] = {"model": str(target), "address": "127.0.0.1:0", "num_kv_tokens": 16}
+    room = (target / "model.safetensors").stat().st_size + 16 * 2 * 2 * 2 * 8 * 4
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: room)
+    plan.check(VerifyConfig(**options))
+    with pytest.raises(ConfigError, match=r"(weights take|KV cache takes)"):
+        plan.check(VerifyConfig(**options, lora_modules=f"mine={adapter}"))
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(
+        ConfigError, match=f"--lora-modules {adapter}: no adapter_config.json in this directory"
+    ):
+        plan.check(VerifyConfig(**options, lora_modules=f"mine={adapter}"))
+
+
 class TestRefusedAtStart:
     """What does not combine, by the flag's name."""
 
@@ -259,9 +326,28 @@ class TestRefusedAtStart:
         with local_stack(target, verify_options=options):
             pass
 
+    def test_a_file_that_is_not_there(self, served: Served, tmp_path: Path) -> None:
+        directory = adapters.save_adapter(tmp_path / "mine", served.family)
+        (directory / "adapter_model.safetensors").unlink()
+        with pytest.raises(
+            ModelLoadError, match=f"--lora-modules mine={directory}: no adapter_model.safetensors"
+        ):
+            self.start(served.target, lora_modules=f"mine={directory}")
+
     def test_a_layer_that_the_model_does_not_have(self, served: Served, tmp_path: Path) -> None:
         target = save_target(tmp_path / "other", "opt")
         with pytest.raises(ModelLoadError, match=r"--lora-modules.*adapter all: .*is not in this model"):
+            self.start(target, **served.options)
+
+    def test_quantised_weights(self, served: Served, tmp_path: Path) -> None:
+        target = save_target(tmp_path / "target", served.family)
+        path = target / "config.json"
+        config = json.loads(path.read_text())
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+        path.write_text(json.dumps(config))
+        with pytest.raises(
+            ModelLoadError, match="has quantised weights, which are not served with --lora-modules"
+        ):
             self.start(target, **served.options)
 
     def test_an_encoder_decoder(self, served: Served, tmp_path: Path) -> None:

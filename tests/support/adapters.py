@@ -31,14 +31,14 @@ def linear_layers(model: Any) -> list[str]:
 def save_adapter(directory: Path, family: str = "llama", seed: int = 0, **config: Any) -> Path:
     """An adapter that changes the model's text a lot; on all linear layers, unless `config` says else."""
     model = tiny_models.build(family)
-    config = {"r": 4, "lora_alpha": 8, "target_modules": linear_layers(model)} | config
-    adapted = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **config))
+    given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": linear_layers(model)} | config
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **given))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_" in name:
                 weight.normal_(0, 0.2, generator=generator)
-    adapted.save_pretrained(directory)
+    adapted.save_pretrained(str(directory))
     return directory
 
 

@@ -170,8 +170,9 @@ def _read_config(model: Model, directory: Path) -> dict[str, Any]:
     file = model.config_file
     path = directory / file
     if not path.is_file():
+        other = ", or a hub id" if file == _CONFIG else ""
         raise ConfigError(
-            f"{what}: no {file} in this directory; give the one that `save_pretrained` wrote, or a hub id"
+            f"{what}: no {file} in this directory; give the one that `save_pretrained` wrote{other}"
         )
     try:
         found = json.loads(path.read_bytes())

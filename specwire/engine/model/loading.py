@@ -241,8 +241,7 @@ def self_check(model: Any) -> None:
 
 
 def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
-    """Attach adapters to a model, and compare logits of sequences with an adapter, beside others without one,
-    with those of passes in which all tokens have it.
+    """Attach adapters to a model, and check each of them.
 
     Args:
         directories: as peft writes them, by the names of the adapters.
@@ -256,13 +255,24 @@ def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
             adapters.append(lora.read(name, directory))
     with errors_naming("--lora-modules"):
         lora.attach(model, adapters)
-    tokens = check_ids(model)
-    runner = ModelRunner(model, num_pages=2 * (len(tokens) // 4 + 2), page_size=4)
     for number, adapter in enumerate(adapters, 1):
         with errors_naming(f"--lora-modules {adapter.name}={directories[adapter.name]}"):
-            with lora.running(torch.full((len(tokens),), number, device=model.device)):
-                reference = _own_logits(model, tokens).repeat(2, 1)
-            check_logits(model, _logits_beside(runner, tokens, number), reference)
+            check_adapter(model, number)
+
+
+def check_adapter(model: Any, number: int) -> None:
+    """Compare logits of a sequence with an adapter, beside one without, with those of a pass of the model in
+    which all tokens have the adapter.
+
+    Raises:
+        ModelLoadError: they differ.
+    """
+    tokens = check_ids(model)
+    with lora.running(torch.full((len(tokens),), number, device=model.device)):
+        reference = _own_logits(model, tokens).repeat(2, 1)
+    for size, replay in _check_modes(model):
+        runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
+        check_logits(model, _logits_beside(runner, tokens, number), reference)
 
 
 def _logits_beside(runner: ModelRunner, tokens: list[int], adapter: int) -> Tensor:

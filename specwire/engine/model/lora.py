@@ -83,8 +83,11 @@ def read(name: str, directory: Path) -> Adapter:
     """The adapter in a directory that peft has written.
 
     Raises:
-        ModelLoadError: naming the field of its config, or the tensor, that is not served.
+        ModelLoadError: naming the file that is not there, or the field or tensor that is not served.
     """
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (directory / file).is_file():
+            raise ModelLoadError(f"no {file} in this directory")
     config = json.loads((directory / ADAPTER_CONFIG).read_text())
     _check_config(config)
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
