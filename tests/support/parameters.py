@@ -35,6 +35,7 @@ VALUES: dict[str, Any] = {
     "early_stopping": "never",
     "num_return_sequences": 3,
     "cache_salt": "s",
+    "adapter": "mine",
 }
 """Not the default; together they are valid too."""
 BEAM_SEARCH = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
