@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from specwire.core import ModelInfo, SamplingParams, check_token_id, check_token_ids
+from specwire.core import ModelInfo, SamplingParams, check_adapter, check_token_id, check_token_ids
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.rpc.wire.client import message_from_proto, object_from_json, tools_from_json
 from specwire.text.tokenizer import Tokenizer
@@ -97,10 +97,12 @@ def check_params(params: SamplingParams, target: ModelInfo, tokenizer: Tokenizer
     """Refuse parameters that the target does not support with any prompt.
 
     Raises:
-        InvalidRequestError: a token id outside the vocabulary, or no token left that does not end the output.
+        InvalidRequestError: a token id outside the vocabulary, no token left that does not end the output, or
+            an adapter that the target does not have.
         UnsupportedError: stop strings without a tokenizer, a grammar where the target has none or with
             `min_tokens` or `ignore_eos`, log probabilities of a prompt that an encoder reads.
     """
+    check_adapter(params.adapter, target.adapters)
     check_token_ids("stop_token_ids", params.stop_token_ids, target.vocab_size)
     for token_id in params.logit_bias:
         check_token_id(f"logit_bias[{token_id}]", token_id, target.vocab_size)

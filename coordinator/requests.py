@@ -110,8 +110,9 @@ class GenerationRequest(CheckedRequest):
     @property
     def may_teach(self) -> bool:
         """Whether a draft may change its weights by the output: no other request uses the random numbers that
-        decided about it, or tokens are matched, where any draft is exact. Not by live beams."""
-        if self.beam_rules is not None:
+        decided about it, or tokens are matched, where any draft is exact. Not by live beams, and not by what
+        an adapter writes: the draft is that of the target without one."""
+        if self.beam_rules is not None or self.params.adapter:
             return False
         return self.params.matches_tokens or self.keyed_params.seed != self.params.seed
 

@@ -33,12 +33,15 @@ _MAX_DIGEST_LEN = 64
 """Longest digest of any version, in characters."""
 
 
-def context_digest(prompt: Sequence[int], target: ModelInfo) -> str:
-    """Of the target, its tokenizer and the prompt: what a generation depends on besides its parameters."""
+def context_digest(prompt: Sequence[int], target: ModelInfo, adapter: str = "") -> str:
+    """Of the target, its adapter of this name, its tokenizer and the prompt: what a generation depends on
+    besides its parameters."""
     names = [target.name, target.weights_fingerprint, target.tokenizer_fingerprint, target.dtype]
     names.append(str(target.vocab_size))
     if target.batch_invariant:  # the text is to go on as it would have
         names.append(f"batch-invariant, {target.num_ranks} ranks")
+    if adapter:
+        names.append(f"adapter {target.adapters[adapter]}")
     model = "\0".join((*names, "")).encode()
     return hashlib.sha256(model + np.asarray(prompt, "<i8").tobytes()).hexdigest()[:16]
 
@@ -60,15 +63,15 @@ def checked_resume_info(
 
     Raises:
         InvalidRequestError: an id is outside the vocabulary, or the digest is too long.
-        HandshakeError: target, tokenizer or prompt differ from those of the earlier stream.
+        HandshakeError: target, adapter, tokenizer or prompt differ from those of the earlier stream.
     """
     check_token_ids("generated_token_ids", generated_token_ids, target.vocab_size)
     if len(digest) > _MAX_DIGEST_LEN:
         raise InvalidRequestError("context_digest", f"{len(digest)} characters", f"over {_MAX_DIGEST_LEN}")
-    ours = context_digest(prompt, target)
+    ours = context_digest(prompt, target, params.adapter)
     if digest and digest != ours:
         raise HandshakeError(
-            "the generation to be resumed began with another target, tokenizer or prompt: "
+            "the generation to be resumed began with another target, adapter, tokenizer or prompt: "
             f"context_digest={digest}, here {ours}"
         )
     assert params.seed is not None

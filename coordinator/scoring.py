@@ -35,6 +35,7 @@ def scoring(request: GenerationRequest) -> GenerationRequest:
         rule=Rule.GUMBEL,
         logprobs=params.prompt_logprobs,
         cache_salt=params.cache_salt,
+        adapter=params.adapter,
     )
     return replace(request, keyed_params=judged, num_draft_tokens=0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +39,7 @@ MAX_STOP_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 MAX_CACHE_SALT_LEN = 256
+MAX_ADAPTER_LEN = 256
 MAX_DRAFT_LEN = 256
 """Longest name of a draft, in characters."""
 DRAFT_OFF = "off"
@@ -287,6 +288,12 @@ class SamplingParams:
         _text(0, MAX_CACHE_SALT_LEN),
         "Share cached prompts with requests of the same salt only; the text does not depend on it. With "
         "bearer tokens, requests of different principals never share them.",
+    )
+    adapter: str = _of(
+        "",
+        _text(0, MAX_ADAPTER_LEN),
+        "Name of the LoRA adapter that the target is run with, one of `ModelInfo.adapters`; empty for none. "
+        "Drafts are made without it.",
     )
 
     def __post_init__(self) -> None:
@@ -637,6 +644,7 @@ class ModelInfo:
         num_cores, num_threads: cores that the service may use, and most that a pass on a CPU uses.
         num_ranks: that the model is spread over; 0 where it is on one device.
         costs: what its passes cost, as measured when it was loaded; None if they were not.
+        adapters: of a target, hashes of the config and the weights of its LoRA adapters, by their names.
     """
 
     name: str
@@ -673,6 +681,7 @@ class ModelInfo:
     num_threads: int = 0
     num_ranks: int = 0
     costs: Load | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def why_not_reproducible(self) -> str:
@@ -742,6 +751,16 @@ def check_token_ids(name: str, token_ids: Sequence[int] | IntArray, vocab_size: 
     elif token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         for i, token_id in enumerate(token_ids):
             check_token_id(f"{name}[{i}]", token_id, vocab_size)
+
+
+def check_adapter(name: str, adapters: Collection[str]) -> None:
+    """Refuse an adapter, empty for none, that a model does not have.
+
+    Raises:
+        InvalidRequestError: naming it.
+    """
+    known = ", ".join(map(repr, adapters)) or "none"
+    _check(name in ("", *adapters), "adapter", name, f"is not an adapter of the target, which has {known}")
 
 
 def check_token_id(name: str, token_id: int, vocab_size: int) -> None:

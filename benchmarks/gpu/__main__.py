@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from benchmarks import widen
-from benchmarks.gpu import own, passes, report
+from benchmarks.gpu import adapters, own, passes, report
 from benchmarks.gpu.findings import Findings
 from benchmarks.prompts import PROMPTS, own_tokenizer
 from benchmarks.report import say
@@ -120,14 +120,23 @@ def _widened(scale: Scale, cache: Path, device: torch.device) -> Path:
 
 def _engine(findings: Findings, scale: Scale, target: Path, device: torch.device, phase: Any) -> None:
     """Right first, then passes and steps; the models are gone when this returns."""
+    _target_phases(findings, scale, target, device, phase)
+    _draft(findings, scale, device, phase)
+    _release()
+    phase(
+        "adapters", lambda: adapters.measure(findings, target, device, scale.sizes[1:8:3], scale.num_passes)
+    )
+    phase("recurrent layers", lambda: passes.check_recurrent(findings, device))
+
+
+def _target_phases(findings: Findings, scale: Scale, target: Path, device: torch.device, phase: Any) -> None:
+    """Those of one load of the target."""
     model = _target(findings, scale, target, device, phase)
     _release()
     if model is not None:
         phase("batch invariance", lambda: _invariance(findings, model, _prompts(scale)))
         for name, run in own.phases(findings, model, _prompts(scale)[0], scale.num_passes):
             phase(name, run)
-    _draft(findings, scale, device, phase)
-    phase("recurrent layers", lambda: passes.check_recurrent(findings, device))
 
 
 def _target(findings: Findings, scale: Scale, target: Path, device: torch.device, phase: Any) -> Any:

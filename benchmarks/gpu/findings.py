@@ -23,6 +23,7 @@ class Findings:
         verify_ms: a target pass by (streams, tokens a stream): medians over repetitions, low and high.
         draft_ms: a draft step with its sampling, by temperature.
         own_ms: the first pass of a proposal of what the target drafts with by itself, by method.
+        adapters_ms: a target pass by (streams, tokens a stream), and by which adapters the streams have.
         gap_ms: what a step takes longer than the device's work, by model.
         rates: tokens/s by temperature and system, one entry a repetition.
         same_text: greedy, prompts with plain generate's very tokens, by system.
@@ -39,6 +40,7 @@ class Findings:
     verify_ms: dict[str, Summary] = field(default_factory=dict)
     draft_ms: dict[str, Summary] = field(default_factory=dict)
     own_ms: dict[str, Summary] = field(default_factory=dict)
+    adapters_ms: dict[str, Summary] = field(default_factory=dict)
     gap_ms: dict[str, Summary] = field(default_factory=dict)
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     same_text: dict[str, str] = field(default_factory=dict)

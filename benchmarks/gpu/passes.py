@@ -170,14 +170,22 @@ def verify_passes(
     """Passes of (streams, tokens a stream), one after another without waiting: the device's own time."""
     findings.weights_bytes = weights_bytes(runner.model)
     for num_streams, num_tokens in sizes:
-        times_ms = _pass_ms(runner, num_streams, num_tokens, num_passes)
+        times_ms = pass_ms(runner, num_streams, num_tokens, num_passes)
         findings.verify_ms[f"{num_streams} × {num_tokens}"] = summarise(times_ms)
 
 
-def _pass_ms(runner: ModelRunner, num_streams: int, num_tokens: int, num_passes: int) -> list[float]:
+def pass_ms(
+    runner: ModelRunner, num_streams: int, num_tokens: int, num_passes: int, adapters: Sequence[int] = ()
+) -> list[float]:
+    """Time of a pass, measured five times.
+
+    Args:
+        adapters: numbers of the streams' adapters; empty for none.
+    """
     with ExitStack() as stack:
         caches = [stack.enter_context(runner.new_sequence()) for _ in range(num_streams)]
-        for cache in caches:
+        for cache, adapter in zip(caches, adapters or [0] * num_streams, strict=True):
+            cache.adapter = adapter
             runner.forward([Feed(cache, _tokens(_CACHED_TOKENS, 0), 0)])
 
         def run(repeat: int) -> None:

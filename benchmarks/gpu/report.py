@@ -77,6 +77,7 @@ def _passes(findings: Findings) -> str:
     ]
     rows += [(f"draft step, temperature {t}", s.text(3), "") for t, s in findings.draft_ms.items()]
     rows += [(f"draft pass of the target's own {name}", s.text(3), "") for name, s in findings.own_ms.items()]
+    rows += [(f"verify, {size} adapters", s.text(3), "") for size, s in findings.adapters_ms.items()]
     rows += [(f"gap between steps, {name}", s.text(3), "") for name, s in findings.gap_ms.items()]
     shown = table(("streams × tokens", "ms, median (low to high)", "× bound"), rows)
     if bound is None or findings.weights_bytes is None or findings.bandwidth_gb_s is None:

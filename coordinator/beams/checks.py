@@ -11,7 +11,7 @@ from specwire.v1 import generation_pb2
 _ALLOWED = {
     *("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "max_tokens"),
     *("stop_token_ids", "ignore_eos", "skip_special_tokens", "num_draft_tokens", "max_depth", "draft"),
-    *("cache_salt", "temperature", "seed"),
+    *("cache_salt", "temperature", "seed", "adapter"),
 }
 """It ranks texts by the target's own log probabilities, which no other parameter may change."""
 

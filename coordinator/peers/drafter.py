@@ -112,7 +112,7 @@ class RemoteDrafter:
         params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
         self._opening = wire.open_sequence(
-            params,
+            replace(params, adapter=""),
             request.prompt_len,
             vocab_size,
             tracer.propagators.headers(parent.context),

@@ -106,7 +106,7 @@ def check_version(info: ModelInfo) -> None:
 
 _SAME = (
     *("name", "weights_fingerprint", "tokenizer_fingerprint", "tokenizer_hash", "vocab_size", "context_len"),
-    *("dtype", "eos_token_ids", "batch_invariant", "trees", "encoder_len", "decoder_token_ids"),
+    *("dtype", "eos_token_ids", "batch_invariant", "trees", "encoder_len", "decoder_token_ids", "adapters"),
 )
 """What a text depends on: a generation may begin at one replica and continue at another."""
 

@@ -38,14 +38,17 @@ def option(
     check: Check | None = None,
     alias: str = "",
     is_positional: bool = False,
+    is_list: bool = False,
 ) -> Any:
     """A config field with its default, the sentence that documents it, and the check of its value.
 
     Args:
         alias: a second name, as other servers have it.
         is_positional: given without a flag.
+        is_list: whether the flag takes several words, which are joined by commas.
     """
     metadata = {"doc": doc, "metavar": metavar, "check": check, "alias": alias, "positional": is_positional}
+    metadata["list"] = is_list
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from specwire.config.blocks import check_layers
 from specwire.config.fields import AUTO, check
-from specwire.config.flags import did_you_mean
+from specwire.config.flags import did_you_mean, flag_name
 from specwire.config.own_methods import DRAFT_MODEL, LAYERS, OWN, OWN_METHODS, Own, named_own
 from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS
-from specwire.core import Rule
+from specwire.core import MAX_ADAPTER_LEN, Rule
+from specwire.errors import ConfigError
 
 EMBEDDED = "embedded"
 EMULATED = "emulated:"
@@ -19,6 +21,10 @@ NO_DRAFT = "none"
 VLLM = "vllm"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RULES = (AUTO, *Rule)
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a LoRA adapter, as peft writes them."""
+MAX_ADAPTERS = 64
+_ADAPTERS = "lora_modules"
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -72,6 +78,45 @@ def check_own(name: str, value: object, own: Own, target: str, num_devices: int)
         kind = named_own(own.argument).source
         check(not kind, name, value, f"is no draft model: see the verify service's flag --{kind}")
         check(not own.argument.startswith(EMULATED), name, value, "is emulated; give it a service of its own")
+
+
+def adapter_directories(given: str) -> dict[str, Path]:
+    """Directories by the names of adapters, of `NAME=DIR,NAME=DIR` or a JSON object.
+
+    Raises:
+        ConfigError: naming the entry that is neither.
+    """
+    if given.startswith("{"):  # a mapping of a file of flags
+        try:
+            pairs = [(str(name), str(path)) for name, path in json.loads(given).items()]
+        except ValueError:
+            raise ConfigError(f"{flag_name(_ADAPTERS)} {given}: is neither NAME=DIR nor JSON") from None
+    else:
+        entries = [entry.strip() for entry in given.split(",") if entry.strip()]
+        for entry in entries:
+            check("=" in entry, _ADAPTERS, entry, "is not NAME=DIR")
+        pairs = [(entry.partition("=")[0], entry.partition("=")[2]) for entry in entries]
+    directories: dict[str, Path] = {}
+    for name, path in pairs:
+        entry = f"{name}={path}"
+        check(
+            0 < len(name) <= MAX_ADAPTER_LEN, _ADAPTERS, entry, f"needs a name, of at most {MAX_ADAPTER_LEN}"
+        )
+        check(name not in directories, _ADAPTERS, entry, "has a name that is given twice")
+        directories[name] = Path(path)
+    check(len(directories) <= MAX_ADAPTERS, _ADAPTERS, len(directories), f"are over {MAX_ADAPTERS} adapters")
+    return directories
+
+
+def check_adapters(given: str, target: str, num_devices: int) -> None:
+    """Refuse adapters that are not there, or that a target cannot have."""
+    for name, directory in adapter_directories(given).items():
+        entry = f"{name}={directory}"
+        check(directory.is_dir(), _ADAPTERS, entry, "no such directory")
+        is_apart = name not in (target, Path(target).name)
+        check(is_apart, _ADAPTERS, entry, "has the name of the model itself")
+    check(not given or num_devices == 1, _ADAPTERS, given, "are served with --tensor-parallel-size 1 only")
+    check(not given or not target.startswith(EMULATED), _ADAPTERS, given, f"{target} has no weights")
 
 
 def check_share(name: str, share: float) -> None:

@@ -26,6 +26,7 @@ _GROUPS = {
     "model": (
         *("target", "model", "dtype", "device", "tensor_parallel_size", "ray_address", "replicas"),
         *("num_threads", "tokenizer", "chat_template", "max_model_len", "seed", "batch_invariant"),
+        *("lora_modules",),
         *("cuda_graphs", "least_pass_ms", "load_timeout_s", "step_timeout_s", "start_timeout_s"),
     ),
     "speculation": (
@@ -170,6 +171,8 @@ def _add_flag(
         kwargs["type"] = type(field.default)
         kwargs["metavar"] = metavar_of(field)
         kwargs["action"] = _StoreNamed
+        if field.metadata.get("list"):
+            kwargs["nargs"] = "+"
     names = [*map(flag_name, names_of(field))]
     if isinstance(field.default, bool):  # four words of one switch would be a line of their own
         for name in names[1:]:
@@ -179,12 +182,12 @@ def _add_flag(
 
 
 class _StoreNamed(argparse.Action):
-    """Stores a value, and in `given` by which of its names the flag was given."""
+    """Stores a value, several words with commas, and in `given` by which of its names the flag was given."""
 
     def __call__(
         self, _parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, ",".join(values) if isinstance(values, list) else values)
         namespace.given = {**getattr(namespace, "given", {}), self.dest: option_string}
 
 

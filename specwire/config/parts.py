@@ -102,6 +102,13 @@ class TargetConfig(ModelConfig):
         check=at_least(1),
     )
     draft_dtype: str = option("auto", "number format of the draft model's weights", check=one_of(*DTYPES))
+    lora_modules: str = option(
+        "",
+        "LoRA adapters of the target, in directories as peft writes them, which requests choose by name; "
+        "several as several words, or with commas",
+        metavar="NAME=DIR",
+        is_list=True,
+    )
 
     def device_of(self, index: int) -> str:
         """The device of a replica: on `cuda` one card each; Ray places those that span several."""

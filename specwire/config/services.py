@@ -24,7 +24,15 @@ from specwire.config.fields import (
     split_addresses,
 )
 from specwire.config.flags import flag_name, option, same
-from specwire.config.models import EMBEDDED, EMULATED, check_group, check_inner, check_own, check_share
+from specwire.config.models import (
+    EMBEDDED,
+    EMULATED,
+    check_adapters,
+    check_group,
+    check_inner,
+    check_own,
+    check_share,
+)
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS, Own, OwnFlags, named_own
 from specwire.config.parts import (
     EngineConfig,
@@ -199,6 +207,7 @@ class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_adapters(self.lora_modules, self.model, self.tensor_parallel_size)
         for own in self.given:
             name, value = own.source, getattr(self, own.source)
             check(own == self.own, name, value, f"does not go together with {flag_name(self.own.source)}")

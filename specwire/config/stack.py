@@ -29,6 +29,7 @@ from specwire.config.models import (
     EMBEDDED,
     EMULATED,
     NO_DRAFT,
+    check_adapters,
     check_group,
     check_inner,
     check_model,
@@ -109,6 +110,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             name, value, why = needs
             check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
         check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
+        check_adapters(self.lora_modules, self.target, self.tensor_parallel_size)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
         check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
         if self.metrics_address:

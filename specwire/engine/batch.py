@@ -264,6 +264,7 @@ class Batch(NamedTuple):
         copies: slots to copy before any is written; None without any.
         inputs: of the encoder; None without one.
         caches: the sequences, where they keep states of recurrent layers; else none.
+        adapters: int64 [num_tokens], of each token, see `SequenceCache`; None if no token has one.
     """
 
     token_ids: IntArray
@@ -274,6 +275,7 @@ class Batch(NamedTuple):
     copies: SlotCopies | None = None
     inputs: EncoderInputs | None = None
     caches: Sequence[SequenceCache] = ()
+    adapters: IntArray | None = None
 
     def split(self, max_tokens: int) -> list[Batch]:
         """The same work in batches of at most `max_tokens` tokens, to be run in this order."""
@@ -285,7 +287,9 @@ class Batch(NamedTuple):
         rows = self.rows[(self.rows >= start) & (self.rows < end)] - start
         copies = self.copies if start == 0 else None
         segments = self.segments.between(start, end)
-        return Batch(self.token_ids[some], self.positions[some], self.slots[some], segments, rows, copies)
+        adapters = None if self.adapters is None else self.adapters[some]
+        part = Batch(self.token_ids[some], self.positions[some], self.slots[some], segments, rows, copies)
+        return part._replace(adapters=adapters)
 
 
 class Packer:
@@ -395,6 +399,9 @@ class Packer:
         segments = Segments(offsets, ends, tables, self.pool.page_size, trees)
         rows = _rows(feeds.num_rows, offsets)
         batch = Batch(token_ids, positions, slots, segments, rows, self.pool.copies.take())
+        adapters = [cache.adapter for cache in caches]
+        if any(adapters):
+            batch = batch._replace(adapters=np.repeat(np.array(adapters, np.int64), num_query))
         if self.pool.keeps_states:
             return batch._replace(caches=caches)
         encoder_lens = feeds.encoder_lens

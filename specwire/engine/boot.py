@@ -186,6 +186,7 @@ def start(
         vocab_size=vocab_size,
         hook=hook,
         threads=threads,
+        adapters=tuple(info.adapters),
     )
     runner.on_loss = engine.check_device
     load = as_load(costs, draft_costs) if costs else None

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams, check_token_id
+from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams, check_adapter, check_token_id
 from specwire.engine.cache import prefix
 from specwire.engine.counts import EngineStatus, StepCounts
 from specwire.engine.device import Decider, DeviceLostError, Runner
@@ -94,6 +94,7 @@ class Engine:
         threads: ThreadCount | None = None,
         costs: CostModel | None = None,
         draft_costs: CostModel | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Starts to run.
 
@@ -104,10 +105,12 @@ class Engine:
             threads: that passes run on; None leaves them as they are.
             costs: of passes by sequences and tokens, as far as they were measured; None if they were not.
             draft_costs: of passes of what drafts after a step, by nodes; None if they were not measured.
+            adapters: names of those that the model has, in their order.
         """
         self._runner = runner
         self._context_len = context_len
         self._vocab_size = vocab_size or runner.vocab_size
+        self._adapters = adapters
         self._step_timeout_s = step_timeout_s
         self._hook, self._hook_ns = hook, 0
         self._threads = threads
@@ -151,8 +154,10 @@ class Engine:
             encoder_len: first tokens, which are the input of an encoder.
 
         Raises:
-            InvalidRequestError: for a parameter that names a token outside the vocabulary.
+            InvalidRequestError: for a parameter that names a token outside the vocabulary, or an adapter that
+                the model does not have.
         """
+        check_adapter(params.adapter, self._adapters)
         for token_id in params.logit_bias:
             check_token_id(f"logit_bias[{token_id}]", token_id, self._vocab_size)
         return self._open(params, prompt_len, encoder_len)
@@ -170,7 +175,8 @@ class Engine:
     ) -> TokenSequence:
         self._num_opened += 1
         cache = self._runner.new_sequence()
-        cache.root = prefix.root(params.cache_salt, version=self._spare_work.version)
+        cache.adapter = self._adapters.index(params.adapter) + 1 if params.adapter else 0
+        cache.root = prefix.root(params.cache_salt, version=self._spare_work.version, adapter=cache.adapter)
         cache.encoder_len = encoder_len
         sequence = TokenSequence(params, prompt_len, cache, self._num_opened, is_fork=is_fork)
         self._sequences.add(sequence)

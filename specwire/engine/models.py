@@ -9,16 +9,25 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from specwire.config.flags import flag_name
-from specwire.config.models import EMBEDDED
+from specwire.config.models import EMBEDDED, adapter_directories
 from specwire.config.own_methods import DRAFT_MODEL, LAYERS
 from specwire.config.services import DraftConfig, ModelServiceConfig, VerifyConfig
 from specwire.engine.boot import model_directory, resolve
 from specwire.engine.device import Runner
 from specwire.engine.model import encoder_decoder, memory, own
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
+from specwire.engine.model.fingerprint import adapter_fingerprint
 from specwire.engine.model.graphs import make_replay
 from specwire.engine.model.hardware import select_device
-from specwire.engine.model.loading import describe, errors_naming, is_recurrent, load_model, read_config
+from specwire.engine.model.loading import (
+    describe,
+    errors_naming,
+    is_quantised,
+    is_recurrent,
+    load_adapters,
+    load_model,
+    read_config,
+)
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import CudaReplay
@@ -48,7 +57,12 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         return served, encoder_decoder.describe(halves, source)
     learns = isinstance(config, DraftConfig) and config.learn
     model = load_model(source, dtype=own_dtype, device=str(device), packs=not learns)
-    compiles = isinstance(replay, CudaReplay) and not config.batch_invariant and config.own.source != LAYERS
+    adapters = adapter_directories(config.lora_modules) if isinstance(config, VerifyConfig) else {}
+    if adapters:
+        load_adapters(model, adapters)
+    # The compiler would look into layers that read which adapters a pass has.
+    is_fixed = config.batch_invariant or config.own.source == LAYERS or bool(adapters)
+    compiles = isinstance(replay, CudaReplay) and not is_fixed
     paged = partial(ModelRunner, page_size=config.page_len, compiles=compiles)
     draft = _load_draft(config, device) if isinstance(config, VerifyConfig) and config.draft_model else None
     if draft is not None and callable(num_pages):  # both have as many tokens
@@ -71,7 +85,8 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
         runner.drafting = paged(draft, num_pages=runner.pool.num_pages, replay=replay)
         runner.drafting.warm()
         runner.drafting.warm_chains()
-    return runner, describe(model, source)
+    fingerprints = {name: adapter_fingerprint(directory) for name, directory in adapters.items()}
+    return runner, describe(model, source) | {"adapters": fingerprints}
 
 
 def _load_draft(config: VerifyConfig, device: torch.device) -> Any:
@@ -102,6 +117,8 @@ def _has_encoder(source: str, config: ModelServiceConfig | None = None) -> bool:
     with errors_naming(source):
         found = read_config(source, may_encode=True)
     has_encoder = bool(found.is_encoder_decoder)
+    if is_quantised(found) and isinstance(config, VerifyConfig) and config.lora_modules:
+        raise ModelLoadError(f"{source}: has quantised weights, which are not served with --lora-modules")
     if config is not None and (has_encoder or is_recurrent(found)):
         _check_kind(config, source, "is an encoder-decoder" if has_encoder else "has recurrent layers")
     return has_encoder
@@ -115,6 +132,7 @@ def _check_kind(config: ModelServiceConfig, source: str, kind: str) -> None:
         drafts: config.own.source != "" and not (is_model and kind == "has recurrent layers"),
         "--batch-invariant": config.batch_invariant,
         "--tensor-parallel-size over 1": config.tensor_parallel_size > 1,
+        "--lora-modules": kind != "has recurrent layers" and getattr(config, "lora_modules", "") != "",
     }
     if isinstance(config, DraftConfig):
         refused |= {"--inner": config.inner != "", "--learn": config.learn}

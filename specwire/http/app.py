@@ -141,15 +141,16 @@ class Front:
         return HTMLResponse(text, headers=docs.HEADERS)
 
     async def list_models(self, request: Request) -> Response:
-        """The one model that is served."""
+        """The model that is served, and the same with each of its adapters."""
         model = await self._entry.model(request)
-        return JSONResponse({"object": "list", "data": [_model(model, self._started)]})
+        data = [_model(model, name, self._started) for name in model.names]
+        return JSONResponse({"object": "list", "data": data})
 
     async def get_model(self, request: Request) -> Response:
         """One model by its name."""
-        model = await self._entry.model(request)
-        check_model(request.path_params["name"], model)
-        return JSONResponse(_model(model, self._started))
+        model, name = await self._entry.model(request), request.path_params["name"]
+        check_model(name, model)
+        return JSONResponse(_model(model, name, self._started))
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -174,22 +175,31 @@ class Front:
         body = await self._entry.body(request, kind, model)
         body.prepare(model.info.chat_template, self._config.tool_call_parser)
         spell = await self._models.speller(model) if body.num_logprobs is not None else None
-        answer = answer_kind(body, model.name, spell)
-        return Exchange(self._client, _choices(body), caller_of(request), answer, body)
+        answer = answer_kind(body, body.model, spell)
+        adapter = "" if body.model == model.name else body.model
+        return Exchange(self._client, _choices(body, adapter), caller_of(request), answer, body)
 
 
-def _choices(wanted: Sampled) -> list[Choice]:
-    """The choices of each prompt in turn; the seed of choice i is the given one plus i."""
-    params = wanted.params()
+def _choices(wanted: Sampled, adapter: str) -> list[Choice]:
+    """The choices of each prompt in turn; the seed of choice i is the given one plus i.
+
+    Args:
+        adapter: of the model; empty for none.
+    """
+    params = dataclasses.replace(wanted.params(), adapter=adapter)
     seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_runs)]
     each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
     return [Choice(prompt, params) for prompt in wanted.prompts for params in each]
 
 
-def _model(model: ServedModel, created: int) -> dict[str, Any]:
+def _model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
+    """Args:
+    name: the model's own, or that of an adapter.
+    """
     target, draft = model.info, model.draft
     return {
-        "id": model.name,
+        "id": name,
+        "parent": None if name == model.name else model.name,
         "object": "model",
         "created": created,
         "owned_by": "specwire",

@@ -69,8 +69,10 @@ def check_model(name: str, model: ServedModel) -> None:
     """Raises:
     ApiError: 404, another model.
     """
-    if name != model.name:
-        message = f"The model {name!r} does not exist; {model.name!r} is served."
+    if name not in model.names:
+        served = ", ".join(map(repr, model.names))
+        verb = "is" if len(model.names) == 1 else "are"
+        message = f"The model {name!r} does not exist; {served} {verb} served."
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -34,6 +34,11 @@ class ServedModel:
     draft: ModelInfo | None = None
     token: str = field(default="", repr=False)
 
+    @property
+    def names(self) -> list[str]:
+        """All that may be asked for: the model's own, then those of its adapters."""
+        return [self.name, *(name for name in self.info.adapters if name != self.name)]
+
 
 class Models:
     """Asks the coordinator which model it serves, which also checks a bearer token."""

@@ -69,6 +69,7 @@ _STRING: Json = {"type": "string"}
 _INTEGER: Json = {"type": "integer"}
 _NUMBER: Json = {"type": "number"}
 _LIST: Json = {"type": "array"}
+_NAME_OR_NULL: Json = {"type": ["string", "null"]}
 
 
 def _object(fields: Json) -> Json:
@@ -80,7 +81,7 @@ COMPLETION |= {"choices": _LIST, "usage": {"type": "object"}, "specwire": _LIST}
 RESPONSE = {"id": _STRING, "object": _STRING, "created_at": _INTEGER, "model": _STRING}
 RESPONSE |= {"status": _STRING, "output": _LIST, "usage": {"type": "object"}}
 MODEL = {"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING}
-MODEL |= {"max_model_len": _INTEGER, "specwire": {"type": "object"}}
+MODEL |= {"max_model_len": _INTEGER, "specwire": {"type": "object"}, "parent": _NAME_OR_NULL}
 MODELS = {"object": _STRING, "data": _LIST | {"items": _object(MODEL)}}
 TOKENS = {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _LIST | {"items": _INTEGER}}
 TEXT = {"prompt": _STRING}

@@ -36,7 +36,7 @@ CAPABILITY_DRAFTS: Capability
 CAPABILITY_GRAMMARS: Capability
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs", "grammar", "min_tokens", "end_token_ids")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "rule", "logprobs", "grammar", "min_tokens", "end_token_ids", "adapter")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class SamplingParams(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -72,7 +73,8 @@ class SamplingParams(_message.Message):
     grammar: Grammar
     min_tokens: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., min_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter: str
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., min_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "choice", "ebnf")
@@ -199,7 +201,14 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_sequences: _Optional[int] = ..., base_ns: _Optional[int] = ..., sequence_ns: _Optional[int] = ..., token_ns: _Optional[int] = ..., draft_pass_ns: _Optional[int] = ..., draft_node_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_prefill_ns: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint", "target_tokenizer_fingerprint", "shared_vocab", "shared_text", "inner", "encoder_len", "decoder_token_ids", "learning", "own_source", "chat_template", "least_pass_ms", "tokenizer_hash", "tokenizer_bytes", "host", "devices", "num_cores", "num_threads", "num_ranks", "costs")
+    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint", "target_tokenizer_fingerprint", "shared_vocab", "shared_text", "inner", "encoder_len", "decoder_token_ids", "learning", "own_source", "chat_template", "least_pass_ms", "tokenizer_hash", "tokenizer_bytes", "host", "devices", "num_cores", "num_threads", "num_ranks", "costs", "adapters")
+    class AdaptersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +239,7 @@ class ModelInfo(_message.Message):
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     context_len: int
@@ -260,7 +270,8 @@ class ModelInfo(_message.Message):
     num_threads: int
     num_ranks: int
     costs: Load
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ..., target_tokenizer_fingerprint: _Optional[str] = ..., shared_vocab: _Optional[float] = ..., shared_text: _Optional[float] = ..., inner: _Optional[str] = ..., encoder_len: _Optional[int] = ..., decoder_token_ids: _Optional[_Iterable[int]] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., own_source: _Optional[str] = ..., chat_template: _Optional[str] = ..., least_pass_ms: _Optional[float] = ..., tokenizer_hash: _Optional[str] = ..., tokenizer_bytes: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., num_cores: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_ranks: _Optional[int] = ..., costs: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ..., target_tokenizer_fingerprint: _Optional[str] = ..., shared_vocab: _Optional[float] = ..., shared_text: _Optional[float] = ..., inner: _Optional[str] = ..., encoder_len: _Optional[int] = ..., decoder_token_ids: _Optional[_Iterable[int]] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., own_source: _Optional[str] = ..., chat_template: _Optional[str] = ..., least_pass_ms: _Optional[float] = ..., tokenizer_hash: _Optional[str] = ..., tokenizer_bytes: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., num_cores: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_ranks: _Optional[int] = ..., costs: _Optional[_Union[Load, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class TokenizerFiles(_message.Message):
     __slots__ = ("files",)

@@ -34,6 +34,7 @@ def test_a_dry_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(found["verify_ms"]) == ["1 × 1", "1 × 6", "2 × 6"]
     assert list(found["draft_ms"]) == ["0", "1"]
     assert list(found["own_ms"]) == ["heads", "layers", "dflash", "eagle3"]
+    assert list(found["adapters_ms"]) == [f"1 × 6, {kind}" for kind in ("none", "mixed", "one")]
     assert list(found["gap_ms"]) == ["target", "draft"]
     assert found["weights_bytes"] > 5e6
     for temperature in ("0", "1"):

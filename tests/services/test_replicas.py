@@ -455,6 +455,7 @@ def test_what_texts_depend_on_is_compared() -> None:
         "trees": True,
         "encoder_len": 8,
         "decoder_token_ids": (7,),
+        "adapters": {"mine": "d"},
     }
     for name, value in others.items():
         with pytest.raises(HandshakeError, match=f"{name}="):

@@ -38,6 +38,7 @@ VALUES: dict[str, Any] = {
     "early_stopping": "never",
     "num_return_sequences": 3,
     "cache_salt": "s",
+    "adapter": "mine",
 }
 """Not the default; together they are valid too."""
 BEAM_SEARCH = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
@@ -69,6 +70,7 @@ INVALID: dict[str, tuple[Any, ...]] = {
     "early_stopping": ("always", True),
     "num_return_sequences": (17, 2),
     "cache_salt": ("s" * 257, 3),
+    "adapter": ("a" * 257, 3),
 }
 """Each by itself; the first one fits into a message."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specwire.cli.serve import about_draft, add
-from specwire.config import cuda, flags
+from specwire.config import cuda, flags, models
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
 from specwire.config.environment import ALL_CONFIGS, check_environment
@@ -72,7 +72,7 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     named |= {"rule": "gumbel", "draft": "none", "layers": "a3"} | numbers
     named |= dict.fromkeys(("device", "draft_device"), "cuda:1")
     named |= {"host": "localhost", "cors_origin": "https://app.example", "metrics_from": "localhost:81"}
-    named |= {"tool_call_parser": "mistral"}
+    named |= {"tool_call_parser": "mistral", "lora_modules": f"mine={Path(__file__).parent}"}
     named["draft_placement"] = "auto" if field.default == "service" else "service"
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):
@@ -258,7 +258,7 @@ class TestServe:
     def test_flags_of_vllm_that_mean_nothing_here(self) -> None:
         commands = argparse.ArgumentParser().add_subparsers()
         add(commands, lambda *_: 0)
-        with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: merge the adapter"):
+        with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: give --lora-modules"):
             commands.choices["serve"].parse_args(["embedded", "--enable-lora"])
 
     def test_flags_have_titles(self) -> None:
@@ -272,6 +272,67 @@ class TestServe:
             ClientConfig,
         ]
         assert {f.name for kind in shown for f in settings_of(kind) if f.name not in TITLES} == set()
+
+
+class TestAdapters:
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        return tmp_path
+
+    def test_as_words_with_commas_and_in_a_file(self, directory: Path, tmp_path: Path) -> None:
+        both = f"a={directory},b={directory}"
+        several = parse(VerifyConfig, "--lora-modules", f"a={directory}", f"b={directory}")
+        file = tmp_path / "flags.yaml"
+        given: list[argparse.Namespace] = [several, parse(VerifyConfig, "--lora-modules", both)]
+        for lines in (f"lora-modules: [a={directory}, b={directory}]", f"lora_modules: {both}"):
+            file.write_text(lines)
+            assert (
+                read_config(VerifyConfig, parse(VerifyConfig, "--config", str(file)), {}).lora_modules == both
+            )
+        assert {read_config(VerifyConfig, each, {}).lora_modules for each in given} == {both}
+        environ = {"SPECWIRE_LORA_MODULES": both}
+        assert read_config(VerifyConfig, parse(VerifyConfig), environ).lora_modules == both
+        file.write_text(f"lora-modules:\n  a: {directory}\n  b: {directory}")
+        read = read_config(VerifyConfig, parse(VerifyConfig, "--config", str(file)), {})
+        assert models.adapter_directories(read.lora_modules) == {"a": directory, "b": directory}
+
+    def test_a_stack_gives_them_to_the_target(self, directory: Path) -> None:
+        given = f"a={directory}"
+        assert UpConfig(lora_modules=given).verify().lora_modules == given
+        assert ServeConfig(target="embedded", lora_modules=given).verify().lora_modules == given
+
+    @pytest.mark.parametrize(
+        ("given", "others", "problem"),
+        [
+            ("DIR", {}, "--lora-modules DIR: is not NAME=DIR"),
+            ("=DIR", {}, "--lora-modules =DIR: needs a name"),
+            ("a" * 257 + "=DIR", {}, "needs a name, of at most 256"),
+            ("a=DIR,a=DIR", {}, "--lora-modules a=DIR: has a name that is given twice"),
+            ("embedded=DIR", {}, "--lora-modules embedded=DIR: has the name of the model itself"),
+            ("a=/no/such", {}, "--lora-modules a=/no/such: no such directory"),
+            (",".join(f"a{i}=DIR" for i in range(65)), {}, "--lora-modules 65: are over 64 adapters"),
+            (
+                "a=DIR",
+                {"tensor_parallel_size": 2},
+                "--lora-modules a=DIR: are served with --tensor-parallel-size 1",
+            ),
+            (
+                "a=DIR",
+                {"model": "emulated:step_ms=0"},
+                "--lora-modules a=DIR: emulated:step_ms=0 has no weights",
+            ),
+            ('{"a": ', {}, "is neither NAME=DIR nor JSON"),
+        ],
+    )
+    def test_what_is_refused(self, directory: Path, given: str, others: dict[str, Any], problem: str) -> None:
+        given, problem = (text.replace("DIR", str(directory)) for text in (given, problem))
+        problem = problem.replace(f"NAME={directory}", "NAME=DIR")
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            VerifyConfig(lora_modules=given, **others)
+        if "model" in others:
+            others = {"target": others["model"], "draft": "none"}
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            UpConfig(lora_modules=given, **others)
 
 
 class TestBooleans:

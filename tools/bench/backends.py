@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _NOT_OF_OTHERS = (
     *("grammar", "rule", "num_draft_tokens", "max_depth", "draft", "logprobs", "prompt_logprobs"),
-    *("num_beams", "length_penalty", "early_stopping", "num_return_sequences", "cache_salt"),
+    *("num_beams", "length_penalty", "early_stopping", "num_return_sequences", "cache_salt", "adapter"),
 )
 """Parameters of ours that OpenAI's API and vLLM's have not, or in another form."""
 _MAX_ERROR_LEN = 200

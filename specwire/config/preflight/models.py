@@ -43,6 +43,7 @@ class Model:
         is_here: whether it is loaded on this machine, and not where Ray places it.
         num_kv_tokens: 0 where the cache takes what is left.
         max_model_len: 0 for the model's own context.
+        config_file: its config's name.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Model:
     is_here: bool = True
     num_kv_tokens: int = 0
     max_model_len: int = 0
+    config_file: str = _CONFIG
 
     @property
     def given(self) -> str:
@@ -165,17 +167,19 @@ def check_tokenizer(model: Model) -> None:
 
 def _read_config(model: Model, directory: Path) -> dict[str, Any]:
     what = model.given
-    path = directory / _CONFIG
+    file = model.config_file
+    path = directory / file
     if not path.is_file():
+        other = ", or a hub id" if file == _CONFIG else ""
         raise ConfigError(
-            f"{what}: no {_CONFIG} in this directory; give the one that `save_pretrained` wrote, or a hub id"
+            f"{what}: no {file} in this directory; give the one that `save_pretrained` wrote{other}"
         )
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: {_CONFIG} cannot be read ({error})") from None
+        raise ConfigError(f"{what}: {file} cannot be read ({error})") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{what}: {_CONFIG} holds no object")
+        raise ConfigError(f"{what}: {file} holds no object")
     return found
 
 

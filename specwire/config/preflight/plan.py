@@ -10,7 +10,7 @@ from typing import Any
 
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
-from specwire.config.models import NO_DRAFT
+from specwire.config.models import ADAPTER_CONFIG, NO_DRAFT, adapter_directories
 from specwire.config.own_methods import DIR, OWN_METHODS
 from specwire.config.preflight import machine, memory, models, pairs
 from specwire.config.preflight.models import Model
@@ -86,7 +86,10 @@ def _(config: StackConfig) -> Needs:
             (config.http_flags, config.http_address),
             *((("metrics_address",), each) for each in config.metrics_addresses),
         ],
-        models=[target, *beside, *([draft] if has_draft else []), *_inner("draft", config.inner)],
+        models=[
+            *(target, *beside, *([draft] if has_draft else []), *_inner("draft", config.inner)),
+            *_adapters(config.lora_modules, target),
+        ],
         pair=[target, draft] if has_draft and not config.target_tokenizer else [],
     )
 
@@ -105,7 +108,7 @@ def _(config: VerifyConfig) -> Needs:
     if config.draft_model:
         named = replace(target, name="draft_model", source=config.draft_model, dtype=config.draft_dtype)
         drafts = [replace(named, is_draft=True, max_model_len=0)]
-    models = [target, *drafts, *_beside(config, target)]
+    models = [target, *drafts, *_beside(config, target), *_adapters(config.lora_modules, target)]
     return Needs(addresses=addresses, models=models, pair=[target, *drafts])
 
 
@@ -146,6 +149,14 @@ def _beside(config: VerifyConfig, target: Model) -> list[Model]:
     if takes != DIR or not Path(directory).is_dir():
         return []
     return [replace(target, name=source, source=directory, max_model_len=0)]
+
+
+def _adapters(given: str, target: Model) -> list[Model]:
+    """The adapters of a target, which are loaded beside it."""
+    beside = replace(
+        target, name="lora_modules", config_file=ADAPTER_CONFIG, num_kv_tokens=0, max_model_len=0
+    )
+    return [replace(beside, source=str(directory)) for directory in adapter_directories(given).values()]
 
 
 def _inner(name: str, inner: str) -> list[Model]:

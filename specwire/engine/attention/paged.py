@@ -71,6 +71,7 @@ class PackedBatch:
         layers: the caches by attention module.
         page_size: slots in a page.
         recurrence: what recurrent layers run through; None without any.
+        adapters: int64 [num_tokens], see `Batch`; None if no token has one.
     """
 
     slots: Tensor
@@ -78,6 +79,7 @@ class PackedBatch:
     layers: dict[nn.Module, LayerCache]
     page_size: int
     recurrence: Any = None
+    adapters: Tensor | None = None
     _plans: dict[tuple[int | None, int, bool, int], views.ReadPlan] = field(init=False, default_factory=dict)
     _block_tables: varlen.BlockTables | None = field(init=False, default=None)
     _varlen: varlen.VarlenStep | None = field(init=False, default=None)

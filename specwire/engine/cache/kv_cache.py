@@ -307,11 +307,13 @@ class SequenceCache:
         states: of recurrent layers, in order: the tokens that each is the state after, and the state, which
             forks share. The last one is after all tokens that are held.
         committed_len: a later truncation most likely keeps so many tokens, and a state after them is of use.
+        adapter: number of the adapter that its tokens are run with, from 1; 0 for none. Set it while the
+            sequence is empty, with a root that others do not have.
     """
 
     __slots__ = (
-        *("_digests", "committed_len", "encoder_len", "length", "pages", "pool", "released", "root"),
-        *("states", "writable_len"),
+        *("_digests", "adapter", "committed_len", "encoder_len", "length", "pages", "pool", "released"),
+        *("root", "states", "writable_len"),
     )
 
     def __init__(self, pool: PagePool) -> None:
@@ -325,6 +327,7 @@ class SequenceCache:
         self.encoder_len = 0
         self.states: list[tuple[int, Any]] = []
         self.committed_len = 0
+        self.adapter = 0
         pool.register(self)
 
     def __enter__(self) -> SequenceCache:
@@ -545,7 +548,7 @@ class SequenceCache:
         self.pool.share(self.pages)
         twin.pages = self.pages[:]
         twin._digests = self._digests.copy()
-        twin.root, twin.encoder_len = self.root, self.encoder_len
+        twin.root, twin.encoder_len, twin.adapter = self.root, self.encoder_len, self.adapter
         twin.length = self.length
         twin.states, twin.committed_len = self.states[:], self.committed_len
         self.writable_len = 0

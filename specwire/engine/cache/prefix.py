@@ -7,8 +7,8 @@ tokens up to the page's end, and a known chain is found by walking it from its s
 
 Keys and values depend only on the tokens up to theirs: not on the stream that computed them, nor on whether
 the tokens were accepted later. With an encoder they depend on its whole input too, so a chain begins at a
-root derived from that. And a hit reveals that a prefix was computed before, so the root is derived from a
-salt, and a chain is never found under another salt.
+root derived from that; with an adapter, on that one. And a hit reveals that a prefix was computed before, so
+the root is derived from a salt, and a chain is never found under another salt.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _PAGE_BYTES = 16
 _ROOT_BYTES = 32
 
 
-def root(salt: str, encoder_input: Sequence[int] = (), version: int = 0) -> bytes:
+def root(salt: str, encoder_input: Sequence[int] = (), version: int = 0, adapter: int = 0) -> bytes:
     """Parent of the first page of sequences with this salt; never equal to the name of a page.
 
     Args:
         encoder_input: all that the encoder reads, which every key depends on; empty without an encoder.
         version: of the model's weights; pages of other versions are never found.
+        adapter: that the tokens are run with, see `SequenceCache`; likewise.
     """
-    key = version.to_bytes(8, "little") if version else b""
+    key = version.to_bytes(8, "little") + adapter.to_bytes(8, "little") if version or adapter else b""
     own = blake2b(salt.encode(), digest_size=_ROOT_BYTES, key=key).digest()
     if not encoder_input:
         return own

@@ -9,28 +9,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from specwire.config.models import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BLOCK_BYTES = 4096
 _STRIDE_BYTES = 1 << 20
 _WHOLE_BYTES = 64 << 20
 """Files up to this size are read whole."""
-_VOLATILE = frozenset({"_name_or_path", "transformers_version"})
+_VOLATILE = frozenset(
+    {"_name_or_path", "transformers_version", "base_model_name_or_path", "peft_version", "revision"}
+)
 """Fields of a config that depend on where it was loaded from."""
 
 
 def weights_fingerprint(directory: Path) -> str:
     """32 hex digits from the config and the weights in a model directory; its name is not included."""
+    weights = [path for path in sorted(directory.iterdir()) if path.suffix in _WEIGHTS]
+    return _fingerprint(directory / "config.json", weights)
+
+
+def adapter_fingerprint(directory: Path) -> str:
+    """The same of a LoRA adapter, from its config and its weights."""
+    return _fingerprint(directory / ADAPTER_CONFIG, [directory / ADAPTER_WEIGHTS])
+
+
+def _fingerprint(config: Path, weights: Sequence[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(_config(directory / "config.json"))
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _WEIGHTS:
-            digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-            for block in _blocks(path):
-                digest.update(block)
+    digest.update(_config(config))
+    for path in weights:
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        for block in _blocks(path):
+            digest.update(block)
     return digest.hexdigest()
 
 

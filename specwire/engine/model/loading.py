@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from specwire.config import extras
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import ATTENTION_TYPES, PLAIN_TYPES, RECURRENT_TYPES
 from specwire.engine.batch import Feed
+from specwire.engine.model import lora
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, context_length, num_embeddings, relative_error
 from specwire.errors import ModelLoadError, SpecwireError
@@ -237,6 +238,55 @@ def self_check(model: Any) -> None:
         runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
         logits = _packed_logits(runner, tokens)
         check_logits(model, logits, reference, cause=lambda: _cause(model, tokens))
+
+
+def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
+    """Attach adapters to a model, and check each of them.
+
+    Args:
+        directories: as peft writes them, by the names of the adapters.
+
+    Raises:
+        ModelLoadError: naming the flag, the adapter and the reason.
+    """
+    adapters = []
+    for name, directory in directories.items():
+        with errors_naming(f"--lora-modules {name}={directory}"):
+            adapters.append(lora.read(name, directory))
+    with errors_naming("--lora-modules"):
+        lora.attach(model, adapters)
+    for number, adapter in enumerate(adapters, 1):
+        with errors_naming(f"--lora-modules {adapter.name}={directories[adapter.name]}"):
+            check_adapter(model, number)
+
+
+def check_adapter(model: Any, number: int) -> None:
+    """Compare logits of a sequence with an adapter, beside one without, with those of a pass of the model in
+    which all tokens have the adapter.
+
+    Raises:
+        ModelLoadError: they differ.
+    """
+    tokens = check_ids(model)
+    with lora.running(torch.full((len(tokens),), number, device=model.device)):
+        reference = _own_logits(model, tokens).repeat(2, 1)
+    for size, replay in _check_modes(model):
+        runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
+        check_logits(model, _logits_beside(runner, tokens, number), reference)
+
+
+def _logits_beside(runner: ModelRunner, tokens: list[int], adapter: int) -> Tensor:
+    """Logits [2 * num_tokens, vocab_size] of the same tokens with an adapter beside some without, in one pass
+    and then in two."""
+    first = len(tokens) // 2
+    with runner.new_sequence() as plain, runner.new_sequence() as adapted:
+        adapted.adapter = adapter
+        found = runner.forward([Feed(plain, tokens, 0), Feed(adapted, tokens, len(tokens))])
+        adapted.truncate(0)
+        plain.truncate(first)
+        start = runner.forward([Feed(adapted, tokens[:first], first), Feed(plain, tokens[first:], 0)])
+        rest = runner.forward([Feed(adapted, tokens[first:], len(tokens) - first)])
+    return torch.cat([found, start, rest])
 
 
 def _cause(model: Any, tokens: list[int]) -> str:

@@ -44,6 +44,7 @@ class Bucket(NamedTuple):
         num_pages: maximum pages of one sequence.
         has_trees: some sequences end in trees, whose attention copies the keys.
         has_few_rows: logits are wanted of `_FEW_ROWS` tokens at most.
+        has_adapters: some tokens have an adapter, and all are run with adapters.
     """
 
     num_tokens: int
@@ -52,6 +53,7 @@ class Bucket(NamedTuple):
     num_pages: int
     has_trees: bool = False
     has_few_rows: bool = False
+    has_adapters: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -79,8 +81,9 @@ class Buckets:
 
     def fit(self, row: Batch) -> Bucket | None:
         """The smallest bucket that holds the row; None if it is too large for all."""
+        has_adapters = row.adapters is not None
         if self.batch_invariant:
-            return self.invariant
+            return self.invariant._replace(has_adapters=has_adapters)
         segments = Segments.of(row.segments)
         max_query = segments.max_query
         num_tokens = _at_least(TOKEN_SIZES, len(row.token_ids))
@@ -91,9 +94,8 @@ class Buckets:
         most_pages, has_trees = max(map(len, segments.tables)), bool(segments.trees)
         num_pages = self._pages_for(most_pages, gathers=self.gathers or has_trees)
         has_few_rows = len(row.rows) <= _FEW_ROWS < num_tokens
-        bucket = Bucket(
-            num_tokens, num_segments, min(query_size, num_tokens), num_pages, has_trees, has_few_rows
-        )
+        sizes = num_tokens, num_segments, min(query_size, num_tokens), num_pages
+        bucket = Bucket(*sizes, has_trees, has_few_rows, has_adapters)
         return bucket if self._allows(bucket) else None
 
     @property
@@ -147,6 +149,7 @@ class _Parts:
         self.token_ids, self.positions, self.slots = lines[:3]
         self.rows = lines[3][: bucket.num_rows]
         self.words = lines[4] if bucket.has_trees else None
+        self.adapters = lines[-1] if bucket.has_adapters else None
         tables = block[num_lines * bucket.num_tokens :].view(torch.int32)
         ends = np.cumsum([num_segments + 1, num_segments, num_segments * bucket.num_pages]).tolist()
         self.query_offsets = tables[: ends[0]]
@@ -161,8 +164,8 @@ class _Parts:
 
 
 def _num_lines(bucket: Bucket) -> int:
-    """Numbers of each token: its id, position and slot, a row, and the nodes that it sees."""
-    return 4 + bucket.has_trees
+    """Numbers of each token: its id, position and slot, a row, the nodes that it sees, and its adapter."""
+    return 4 + bucket.has_trees + bucket.has_adapters
 
 
 class StepInputs:
@@ -183,6 +186,7 @@ class StepInputs:
         host = _Parts(self._host, bucket)
         self._lines = [part.numpy() for part in (host.token_ids, host.positions, host.slots, host.rows)]
         self._words = None if host.words is None else host.words.numpy()
+        self._adapters = None if host.adapters is None else host.adapters.numpy()
         self._tables = [part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)]
         self.on_device = _Parts(self._device, bucket)
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
@@ -207,6 +211,8 @@ class StepInputs:
         positions[:num_tokens], positions[num_tokens:] = row.positions, 0
         slots[:num_tokens], slots[num_tokens:] = row.slots, self.scratch_slot
         rows[: len(row.rows)], rows[len(row.rows) :] = row.rows, 0
+        if self._adapters is not None:
+            self._adapters[:num_tokens], self._adapters[num_tokens:] = row.adapters, 0
         return num_tokens
 
     def _fill_segments(self, segments: Segments, num_tokens: int) -> None:
@@ -236,6 +242,11 @@ class TabledBatch:
     page_size: int
     _varlen: varlen.VarlenStep | None = field(init=False, default=None)
     _dense: dense.DenseStep | None = field(init=False, default=None)
+
+    @property
+    def adapters(self) -> Tensor | None:
+        """int64 [num_tokens], see `Batch`; None if no token has one."""
+        return self.inputs.on_device.adapters
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.model import lora
 from specwire.errors import ModelLoadError
 
 _UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
@@ -126,6 +127,7 @@ class Recurrence(Cache):  # type: ignore[misc]
         num_query: tokens of each in the pass.
         num_layers: of the model.
         device: of the model.
+        adapters: int64 [num_tokens], of the packed row, see `Batch`; None if no token has one.
     """
 
     def __init__(
@@ -135,9 +137,10 @@ class Recurrence(Cache):  # type: ignore[misc]
         num_query: Sequence[int],
         num_layers: int,
         device: torch.device,
+        adapters: Tensor | None = None,
     ) -> None:
         super().__init__(layers=[None] * num_layers)
-        self._caches, self._starts = caches, starts
+        self._caches, self._starts, self._adapters = caches, starts, adapters
         self._states: list[dict[int, State]] = []
         batches: dict[tuple[int, int, bool], list[_Piece]] = defaultdict(list)
         row = 0
@@ -168,11 +171,17 @@ class Recurrence(Cache):  # type: ignore[misc]
             before = [self._states[piece.sequence][piece.start].get(layer) for piece in pieces]
             self.layers[layer] = LinearAttentionLayer() if before[0] is None else _joined(before)
             length = 1 if by_token and before[0] is not None else rows.shape[1]
-            output[0, rows] = torch.cat([own(some) for some in torch.split(hidden[0, rows], length, 1)], 1)
+            parts = [self._part(own, hidden, some) for some in torch.split(rows, length, 1)]
+            output[0, rows] = torch.cat(parts, 1)
             for i, piece in enumerate(pieces):
                 after = self._states[piece.sequence].setdefault(piece.end, {})
                 after[layer] = _one_of(self.layers[layer], i)
         return output
+
+    def _part(self, own: Callable[[Tensor], Tensor], hidden: Tensor, rows: Tensor) -> Tensor:
+        """A layer on the tokens in some rows of the packed row, [batch, num_tokens], with their adapters."""
+        with lora.running(None if self._adapters is None else self._adapters[rows.flatten()]):
+            return own(hidden[0, rows])
 
     def keep(self) -> None:
         """Hand the states to their sequences: after the pass, and the last two after committed tokens only.

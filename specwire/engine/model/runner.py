@@ -27,7 +27,7 @@ from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide, DraftQuery, DraftShape
 from specwire.engine.layers.blocks import Blocks
-from specwire.engine.model import recurrent
+from specwire.engine.model import lora, recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
 from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.graphs import PaddedSteps
@@ -226,9 +226,17 @@ class ModelRunner:
             self.pool.num_pages * self.pool.page_size // 4,
         )
         tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
+        adapters = range(lora.num_adapters(self.model) + 1)
+        return all(self._is_invariant_with(adapter, tokens) for adapter in adapters)
+
+    def _is_invariant_with(self, adapter: int, tokens: IntArray) -> bool:
+        """The same with an adapter, beside tokens without one."""
+        num_tokens = len(tokens)
         with self.new_sequence() as whole:
+            whole.adapter = adapter
             expected = self.forward([Feed(whole, tokens, num_tokens)])
         with self.new_sequence() as pieces, self.new_sequence() as other:
+            pieces.adapter = adapter
             rows, start = [], 0
             for size in (num_tokens // 2, 1, num_tokens // 8, num_tokens):
                 mine, theirs = tokens[start : start + size], tokens[::-1][start : start + size]
@@ -279,10 +287,14 @@ class ModelRunner:
         return probe
 
     def _recurrence(
-        self, caches: Sequence[SequenceCache], starts: Sequence[int], num_query: Sequence[int]
+        self,
+        caches: Sequence[SequenceCache],
+        starts: Sequence[int],
+        num_query: Sequence[int],
+        adapters: Tensor | None = None,
     ) -> Recurrence:
         num_layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return Recurrence(caches, starts, num_query, num_layers, self.device)
+        return Recurrence(caches, starts, num_query, num_layers, self.device, adapters)
 
     @property
     def num_graphs(self) -> int:
@@ -345,7 +357,7 @@ class ModelRunner:
         Raises:
             ContextLengthError, ResourceExhaustedError: as `forward`.
         """
-        if self._chains is None:
+        if self._chains is None or any(cache.adapter for cache in caches):
             return None
         lengths = [cache.length for cache in caches]
         token_ids = [0] * (len(choice.columns[0]) - 1)
@@ -448,6 +460,8 @@ class ModelRunner:
         scratch_slot = self.pool.num_pages * self.pool.page_size
         slots = to_device(_padded_to_size(batch.slots, scratch_slot), self.device)
         packed = TokenwiseBatch(slots, batch.segments, self._layers)
+        if batch.adapters is not None:
+            packed.adapters = to_device(_padded_to_size(batch.adapters, 0), self.device)
         rows = to_device(_padded_to_size(batch.rows, 0), self.device)
         token_ids, positions = (_padded_to_size(part, 0) for part in (batch.token_ids, batch.positions))
         logits = self._logits(
@@ -463,10 +477,12 @@ class ModelRunner:
         """Logits [len(batch.rows), vocab_size] of a batch as it is, in the model's dtype."""
         slots = to_device(batch.slots, self.device)
         packed = PackedBatch(slots, batch.segments, self._layers, self.pool.page_size)
+        if batch.adapters is not None:
+            packed.adapters = to_device(batch.adapters, self.device)
         if batch.caches:
             each = batch.segments
             starts, num_query = [one.first_query for one in each], [one.num_query for one in each]
-            packed.recurrence = self._recurrence(batch.caches, starts, num_query)
+            packed.recurrence = self._recurrence(batch.caches, starts, num_query, packed.adapters)
         logits = self._call_model(batch.token_ids, batch.positions, packed, batch.rows)
         if batch.caches:
             packed.recurrence.keep()
@@ -502,7 +518,7 @@ class ModelRunner:
         keywords: dict[str, Any] = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
         if (recurrence := getattr(packed, "recurrence", None)) is not None:
             keywords[recurrent.cache_name(self.model.forward)] = recurrence
-        with attention.running(packed):
+        with attention.running(packed), lora.running(getattr(packed, "adapters", None)):
             output = self.model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **keywords
             )

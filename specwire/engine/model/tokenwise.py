@@ -28,11 +28,13 @@ class TokenwiseBatch:
             that is never read.
         segments: the sequences in row order.
         layers: the caches by attention module.
+        adapters: int64 [num_tokens], see `Batch`; None if no token has one.
     """
 
     slots: Tensor
     segments: Sequence[Segment]
     layers: dict[nn.Module, LayerCache]
+    adapters: Tensor | None = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring

@@ -22,6 +22,7 @@ _MAX_ID_LEN = 10
 _SAID_ELSEWHERE = {
     *("max_tokens", "grammar", "logprobs", "prompt_logprobs", "num_beams", "num_return_sequences"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "stop", "length_penalty", "early_stopping"),
+    "adapter",
 }
 """Parameters that not every API has, or that one has in a form of its own."""
 _FORMS: dict[str, Any] = {

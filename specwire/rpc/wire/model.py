@@ -178,6 +178,7 @@ def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     fields = {name: getattr(message, name) for name in _MODEL_INFO}
     fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
     fields |= {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids", "devices")}
+    fields["adapters"] = dict(sorted(message.adapters.items()))  # a map of the wire has no order
     if message.HasField("costs"):
         fields["costs"] = load_from_proto(message.costs)
     if message.HasField("learning"):
