@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-import verify_service.layers
+import verify_service.paged
 from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
@@ -59,7 +59,7 @@ def serve(source: str, directory: Path) -> Served:
 @pytest.fixture(scope="module", params=SOURCES)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Where layers are left out, proposals are as long as wanted."""
-    with mock.patch.object(verify_service.layers, "Threshold", partial(Threshold, first=0.0)):
+    with mock.patch.object(verify_service.paged, "Threshold", partial(Threshold, first=0.0)):
         yield serve(request.param, tmp_path_factory.mktemp(request.param))
 
 
