@@ -38,7 +38,7 @@ _MEMORY = 0.9
 
 
 class Learner:
-    """`engine.spare.SpareWork`.
+    """`engine.loop.SpareWork`.
 
     Args:
         share: of the engine thread's time.

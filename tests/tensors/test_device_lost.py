@@ -15,6 +15,7 @@ from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from tests.support.harness import LoopThread
+from tests.support.jobs import result_of
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 PARAMS = SamplingParams(temperature=0, seed=1)
@@ -70,7 +71,7 @@ class Losing:
 
     def verify(self, base_len: int, tokens: list[int], draft: list[int]) -> list[int]:
         job = VerifyJob(self.sequence, base_len, tokens, proposal=Proposal(base_len + len(tokens), draft))
-        return list(self.thread.run(self.engine.run(job)).target_token_ids)
+        return list(self.thread.run(result_of(self.engine, job)).target_token_ids)
 
     def close(self) -> None:
         self.engine.close()

@@ -250,7 +250,7 @@ def test_sequences_with_other_inputs_never_share_pages() -> None:
         sequence = TokenSequence(SamplingParams(seed=0, cache_salt=salt), 9, cache, 1)
         sequence.rebase(0, [*encoder_input, START, 5, 6, 7, 8])
         found.append(cache.reuse_prefix(sequence.tokens, 12))
-        cache.reserve(13 - cache.length)
+        cache.append(13 - cache.length)
         cache.remember(sequence.tokens)
         pool.check_integrity()
         cache.release()
@@ -261,7 +261,7 @@ def test_an_input_is_held_whole_or_not_at_all() -> None:
     pool = PagePool(16, PAGE_SIZE)
     with pool.new_sequence() as cache:
         cache.encoder_len = 10
-        cache.reserve(14)
+        cache.append(14)
         cache.remember(list(range(14)))
         cache.truncate(10)
         assert cache.length == 10

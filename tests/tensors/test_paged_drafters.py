@@ -199,7 +199,7 @@ def test_a_full_cache(drafter: Drafter) -> None:
     runner = drafter.runner
     with runner.new_sequence() as cache, runner.new_sequence() as other:
         runner.forward([Feed(cache, PROMPT)])
-        other.reserve(runner.pool.num_free_pages * runner.pool.page_size)
+        other.append(runner.pool.num_free_pages * runner.pool.page_size)
         with pytest.raises(ResourceExhaustedError):
             next(chain_logits(runner, cache, [1]))
         assert cache.length == len(PROMPT)

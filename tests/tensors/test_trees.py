@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.simulation.devices import LogitsDecider
 from specwire import SamplingParams
 from specwire.engine.attention import varlen, views
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.batch import Batch, Feed, Segment
 from specwire.engine.cache.kv_cache import Run, SequenceCache
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
-from specwire.engine.counts import StepCounts
-from specwire.engine.device import LogitsDecider
+from specwire.engine.counts import EngineStatus
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.jobs import Job, TokenSequence
@@ -312,7 +312,7 @@ class _Steps:
         self.sequences: list[TokenSequence] = []
         self.scheduler = Scheduler(self.sequences, **options)  # type: ignore[arg-type]
         decider = LogitsDecider(self._consume)
-        self.executor = StepExecutor(runner, decider, Replies(), StepCounts(), prefix_sharing=True)
+        self.executor = StepExecutor(runner, decider, Replies(), EngineStatus(), prefix_sharing=True)
 
     def run(self, token_ids: list[int], tree: TokenTree | None = None) -> TokenSequence:
         """Open a sequence with these tokens, and run them."""

@@ -10,13 +10,20 @@ import pytest
 
 from specwire.engine.cache.kv_cache import IntegrityError, PagePool, Run, SequenceCache
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
+from specwire.support import IntArray
 from tests.support.slot_memory import after_copies, do_copies
+
+
+def appended(sequence: SequenceCache, num_tokens: int) -> IntArray:
+    """The slots of the new tokens."""
+    sequence.append(num_tokens)
+    return sequence.slots(sequence.length - num_tokens, sequence.length)
 
 
 def test_slots_follow_the_page_table() -> None:
     pool = PagePool(8, 4)
     sequence = pool.new_sequence()
-    first, second = sequence.append(3), sequence.append(6)
+    first, second = appended(sequence, 3), appended(sequence, 6)
     assert first.dtype == np.int64
     assert [*first, *second] == list(range(9))
     assert sequence.length == 9
@@ -56,7 +63,7 @@ def test_exhaustion_changes_nothing() -> None:
         one.append(3)
     assert (one.length, one.num_pages, pool.num_free_pages) == (6, 2, 0)
     pool.check_integrity()
-    assert one.append(2).size == 2  # what is left of its own page
+    one.append(2)  # what is left of its own page
     two.release()
     one.append(3)
     pool.check_integrity()
@@ -70,7 +77,7 @@ def test_fork_shares_until_the_first_write() -> None:
     assert pool.num_held_pages == 2
     assert child.pages_needed(1) == 1
     shared_page = parent.pages[1]
-    slots, copies = child.append(1), pool.copies.take()
+    slots, copies = appended(child, 1), pool.copies.take()
     assert copies is not None
     assert copies.src.tolist() == [shared_page * 4, shared_page * 4 + 1]
     assert copies.dst.tolist() == [child.pages[1] * 4, child.pages[1] * 4 + 1]
@@ -160,7 +167,7 @@ def test_a_large_pool_is_cheap() -> None:
 def test_tokens_that_are_kept_move_together() -> None:
     pool = PagePool(8, 4)
     sequence = pool.new_sequence()
-    slots = sequence.append(11).tolist()
+    slots = appended(sequence, 11).tolist()
     sequence.keep(2, [0, 1, 4, 8])
     copies = pool.copies.take()
     assert copies is not None
@@ -251,7 +258,7 @@ def _random_operation(
 
 def _append(sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, int]) -> None:
     try:
-        slots = sequence.append(len(new))
+        slots = appended(sequence, len(new))
     except ResourceExhaustedError:
         return
     do_copies(sequence.pool, memory)

@@ -254,7 +254,8 @@ def _append(
     sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, tuple[int, ...]]
 ) -> None:
     try:
-        slots = sequence.append(len(new))
+        sequence.append(len(new))
+        slots = sequence.slots(sequence.length - len(new), sequence.length)
     except ResourceExhaustedError:
         return
     do_copies(sequence.pool, memory)

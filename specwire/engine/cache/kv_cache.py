@@ -347,22 +347,13 @@ class SequenceCache:
         must_copy = num_tokens and self.length % size and self.pool.is_shared(self.pages[-1])
         return missing + 1 if must_copy else missing
 
-    def append(self, num_tokens: int) -> IntArray:
-        """Make room for `num_tokens` more tokens and count them as held.
-
-        Returns:
-            The slots of the new tokens, int64 [num_tokens]; a page copy may be pending.
+    def append(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` more tokens and count them as held; a page copy may be pending.
 
         Raises:
             ResourceExhaustedError: the pool is full; nothing has changed then.
             InternalError: the sequence was released.
         """
-        start = self.length
-        self.reserve(num_tokens)
-        return self.slots(start, self.length)
-
-    def reserve(self, num_tokens: int) -> None:
-        """As `append`, without listing the slots."""
         if not 0 <= num_tokens <= self.writable_len - self.length:
             self._take_pages(num_tokens)
         self.length += num_tokens
