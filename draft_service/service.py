@@ -44,7 +44,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
             hook=hierarchy,
             target_tokenizer=shared.target.tokenizer if shared else None,
         )
-        if hasattr(service.runner, "decode"):
+        if hasattr(service.runner, "decode") and not config.least_pass_ms:  # a chain takes no paced passes
             decider.runner = service.runner
         if hierarchy is not None:
             stack.callback(hierarchy.close)
