@@ -24,6 +24,7 @@ from specwire.engine.loop import Engine
 from specwire.errors import ModelLoadError
 from specwire.proposals.estimate import clock
 from specwire.rule.columns import EDITED
+from specwire.telemetry.metrics import Metric, MetricKind
 
 if TYPE_CHECKING:
     from draft_service.student import Student
@@ -35,6 +36,37 @@ CAPACITY = 256
 NUM_REPEATS = 3
 _MEMORY = 0.9
 """Of the average time of a piece."""
+
+
+TABLE: tuple[Metric[Learning], ...] = (
+    Metric(
+        MetricKind.COUNTER,
+        "specwire_learn_steps_total",
+        "Steps of a draft that learns while it serves (--learn).",
+        lambda now: now.num_steps,
+    ),
+    Metric(
+        MetricKind.COUNTER,
+        "specwire_learn_judged_tokens_total",
+        "Tokens of the target that the draft was tested on before it learnt from them.",
+        lambda now: now.num_judged_tokens,
+    ),
+    Metric(
+        MetricKind.COUNTER,
+        "specwire_learn_decisions_total",
+        "How often what was learnt replaced the served weights, or was given up as worse.",
+        lambda now: {("replace",): now.num_versions, ("go back",): now.num_rollbacks},
+        ("decision",),
+    ),
+    Metric(
+        MetricKind.GAUGE,
+        "specwire_learn_agreement",
+        "Probability that the draft's token is the target's: first, and with the weights that serve now.",
+        lambda now: {("first",): now.first_agreement, ("now",): now.agreement},
+        ("weights",),
+    ),
+)
+"""All are 0 for a draft that does not learn."""
 
 
 class Learner:

@@ -32,6 +32,7 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.jobs import result_of, submitted
 from tests.support.pairs import save_good_draft, save_target
 
@@ -136,7 +137,7 @@ def emulated() -> Iterator[boot.ModelService]:
     running = boot.start(config, "draft", DraftDecider(config))
     yield running
     running.close()
-    running.runner.pool.check_integrity()
+    check_integrity(running.runner.pool)
     assert running.runner.pool.num_held_pages == 0
 
 
@@ -145,7 +146,7 @@ def stub(services: Services, stack: LocalStack) -> Iterator[Any]:
     with grpc.insecure_channel(stack.draft_address) as channel:
         yield draft_pb2_grpc.DraftServiceStub(channel)
     stack.assert_idle_within(2.0)
-    services["draft"].runner.pool.check_integrity()
+    check_integrity(services["draft"].runner.pool)
 
 
 def fresh(stub: Any, params: SamplingParams, committed: Sequence[int]) -> Proposal:
@@ -317,7 +318,7 @@ class TestBackgroundJobs:
         running = boot.start(config, "draft", DraftDecider(config))
         yield running
         running.engine.close()
-        running.runner.pool.check_integrity()
+        check_integrity(running.runner.pool)
         assert running.runner.pool.num_held_pages == 0
 
     @pytest.fixture

@@ -30,6 +30,7 @@ from tests.support import encoder_decoders
 from tests.support.blocks import save_published
 from tests.support.eagle3 import LAYOUTS, save_eagle3
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_target
 from tests.support.together import generated
@@ -137,7 +138,7 @@ def test_a_cache_that_is_too_small(served: Served) -> None:
         together = generated(running.address, [params] * 3, PROMPT)
         assert {done.token_ids for done in together} == {plain[0].token_ids}
         running.assert_idle_within(5.0)
-        services["verify"].runner.pool.check_integrity()
+        check_integrity(services["verify"].runner.pool)
 
 
 def test_the_command_drafts(served: Served, stack: LocalStack) -> None:

@@ -19,6 +19,7 @@ from specwire.engine.loop import Engine
 from specwire.engine.model.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from tests.support.harness import LoopThread
+from tests.support.integrity import check_integrity
 from tests.support.jobs import result_of
 from verify_service.verifier import VerifyJob
 
@@ -72,7 +73,7 @@ class LogitsEngine:
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.engine._inbox.put(lambda: done.put(None))
         done.get(timeout=10)
-        self.runner.pool.check_integrity()
+        check_integrity(self.runner.pool)
 
     def close(self) -> None:
         self.engine.close()

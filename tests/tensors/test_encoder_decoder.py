@@ -25,6 +25,7 @@ from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadEr
 from specwire.proposals.tree import TokenTree, path_to
 from tests.support import encoder_decoders
 from tests.support.encoder_decoders import FAMILIES, LENGTH, MAX_DISTANCE, START, own_logits
+from tests.support.integrity import check_integrity
 from tests.support.logits_engine import LogitsEngine, Stream
 from verify_service.verifier import VerifyJob
 
@@ -61,7 +62,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_idle(runner: ModelRunner) -> None:
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -252,7 +253,7 @@ def test_sequences_with_other_inputs_never_share_pages() -> None:
         found.append(cache.reuse_prefix(sequence.tokens, 12))
         cache.append(13 - cache.length)
         cache.remember(sequence.tokens)
-        pool.check_integrity()
+        check_integrity(pool)
         cache.release()
     assert found == [0, 0, 12, 0]
 
@@ -269,7 +270,7 @@ def test_an_input_is_held_whole_or_not_at_all() -> None:
         assert cache.length == cache.num_pages == 0
         assert cache.reuse_prefix(list(range(14)), 9) == 0, "two of its three pages are known"
         assert cache.reuse_prefix(list(range(14)), 13) == 12
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 def test_a_request_that_ends_within_the_input_is_refused() -> None:

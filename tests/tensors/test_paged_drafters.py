@@ -31,6 +31,7 @@ from specwire.proposals.tree import TokenTree
 from tests.support import blocks
 from tests.support import eagle3 as eagles
 from tests.support import mtp as mtp_targets
+from tests.support.integrity import check_integrity
 from tests.support.pairs import save_target
 from tests.support.tiny_models import CONTEXT_LEN, MTP_FAMILIES, VOCAB_SIZE, build, save
 from tools.eagle3 import unrolled
@@ -177,7 +178,7 @@ def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
                 found.append(int(runner.run_draft(feeds, query, None, _logits)[1].argmax()))
                 feeds = []
             assert found == expected
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
 
 
 @step_by_step

@@ -25,6 +25,7 @@ from specwire.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from tests.support.integrity import check_integrity
 from tests.support.tiny_models import (
     EXTRA_FAMILIES,
     FAMILIES,
@@ -67,7 +68,7 @@ def _assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE
 
 
 def _assert_idle(runner: ModelRunner) -> None:
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -117,7 +118,7 @@ class _History:
     def run(self, num_operations: int) -> None:
         for _ in range(num_operations):
             self._operation()
-            self.runner.pool.check_integrity()
+            check_integrity(self.runner.pool)
         for cache, _ in self.live:
             cache.release()
         _assert_idle(self.runner)
@@ -271,7 +272,7 @@ def test_errors_leave_the_caches_as_they_were() -> None:
     with pytest.raises(ResourceExhaustedError):
         runner.forward([Feed(child, [5], 1), Feed(two, _tokens(40), 1)])
     assert (one.length, child.length, two.length) == (6, 6, 0)
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     logits = runner.forward([Feed(child, [7], 1), Feed(one, [8], 1)])
     _assert_close(logits[:1], _reference("llama", [*_tokens(6), 7])[-1:])
     _assert_close(logits[1:], _reference("llama", [*_tokens(6), 8])[-1:])
@@ -290,7 +291,7 @@ def test_a_failing_model_leaves_the_caches_as_they_were(monkeypatch: pytest.Monk
         runner.forward([Feed(cache, _tokens(20), 1)])
     assert cache.length == 6
     assert runner.pool.num_held_pages == 2
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
 
 
 def test_invalid_feeds_are_refused() -> None:

@@ -27,6 +27,7 @@ from specwire.engine.schedule import Scheduler
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.proposals.tree import TokenTree, path_to
 from specwire.rule.captured import EagerReplay
+from tests.support.integrity import check_integrity
 from tests.support.tiny_models import (
     CONTEXT_LEN,
     EXTRA_FAMILIES,
@@ -120,7 +121,7 @@ def test_a_node_has_the_logits_of_its_own_path(family: str) -> None:
                 tree = tree.extended(drawn.tree.parents[len(tree.parents) : num_grown])
                 rows.append(runner.forward([_feed(grown, drawn, tree.end, tree)]))
             _assert_close(torch.cat(rows), expected)
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -244,7 +245,7 @@ def test_accepted_nodes_are_not_run_again(family: str) -> None:
         num_run, logits = rounds.verify()
         assert num_run == 1
         _assert_close(logits, _alone(family, [committed])[0][-1:])
-        runner.pool.check_integrity()
+        check_integrity(runner.pool)
         sequence.cache.release()
     assert runner.pool.num_held_pages == 0
 
@@ -276,7 +277,7 @@ def test_what_is_run_again() -> None:
             assert num_run > 1
         for cache in (sequence.cache, *([fork] if fork else [])):
             cache.release()
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -353,7 +354,7 @@ def test_only_committed_tokens_name_pages() -> None:
     _assert_close(steps.logits, _alone("llama", [committed])[0][-1:])
     for one in steps.sequences:
         one.cache.release()
-    steps.runner.pool.check_integrity()
+    check_integrity(steps.runner.pool)
     assert steps.runner.pool.num_held_pages == 0
 
 

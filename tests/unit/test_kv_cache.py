@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from specwire.engine.cache.kv_cache import IntegrityError, PagePool, Run, SequenceCache
+from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
 from specwire.support import IntArray
+from tests.support.integrity import IntegrityError, check_integrity, open_sequences
 from tests.support.slot_memory import after_copies, do_copies
 
 
@@ -42,7 +43,7 @@ def test_truncate_frees_pages_at_once() -> None:
     assert (pool.num_free_pages, sequence.length) == (6, 5)
     sequence.truncate(0)
     assert (pool.num_free_pages, sequence.runs()) == (8, [])
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 @pytest.mark.parametrize("length", [-1, 4])
@@ -62,11 +63,11 @@ def test_exhaustion_changes_nothing() -> None:
     with pytest.raises(ResourceExhaustedError, match="full"):
         one.append(3)
     assert (one.length, one.num_pages, pool.num_free_pages) == (6, 2, 0)
-    pool.check_integrity()
+    check_integrity(pool)
     one.append(2)  # what is left of its own page
     two.release()
     one.append(3)
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_fork_shares_until_the_first_write() -> None:
@@ -86,7 +87,7 @@ def test_fork_shares_until_the_first_write() -> None:
     assert slots.tolist() == [child.pages[1] * 4 + 2]
     parent.append(1)
     assert pool.copies.take() is None, "the last holder writes in place"
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_full_pages_are_never_copied() -> None:
@@ -107,7 +108,7 @@ def test_copy_on_write_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ResourceExhaustedError):
         child.append(1)
     assert (child.length, child.pages) == (2, parent.pages)
-    pool.check_integrity()
+    check_integrity(pool)
     parent.release()
     child.append(1)
     assert pool.copies.take() is None
@@ -118,11 +119,11 @@ def test_release_is_idempotent_and_final() -> None:
     with pool.new_sequence() as sequence:
         sequence.append(5)
     sequence.release()
-    assert (pool.num_held_pages, pool.num_sequences) == (0, 0)
+    assert (pool.num_held_pages, open_sequences(pool)) == (0, [])
     for use in (lambda: sequence.append(1), sequence.fork):
         with pytest.raises(InternalError):
             use()
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 64])
@@ -133,7 +134,7 @@ def test_sequences_that_grow_together_stay_contiguous(num_sequences: int) -> Non
         for sequence in sequences:
             sequence.append(1)
     assert {len(sequence.runs()) for sequence in sequences} == {1}
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_few_runs_in_a_long_lived_pool() -> None:
@@ -149,7 +150,7 @@ def test_few_runs_in_a_long_lived_pool() -> None:
             done = live.pop(rng.randrange(len(live)))
             runs.append(len(done.runs()))
             done.release()
-    pool.check_integrity()
+    check_integrity(pool)
     assert np.mean(runs) < 2.5
 
 
@@ -173,7 +174,7 @@ def test_tokens_that_are_kept_move_together() -> None:
     assert copies is not None
     assert (copies.src.tolist(), copies.dst.tolist()) == ([slots[6], slots[10]], [slots[4], slots[5]])
     assert (sequence.length, pool.num_held_pages) == (6, 2)
-    pool.check_integrity()
+    check_integrity(pool)
     with pytest.raises(InvalidRequestError, match="only 4 tokens are held from 2"):
         sequence.keep(2, [0, 4])
 
@@ -196,7 +197,7 @@ def test_nothing_moves_into_a_page_that_others_read(kept: list[int], num_left: i
     with sequence.fork():
         sequence.keep(2, kept)
         assert (sequence.length, pool.copies.take()) == (num_left, None)
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 @pytest.mark.sample(1)
@@ -211,7 +212,7 @@ def test_random_histories(seed: int) -> None:
     live: list[tuple[SequenceCache, list[int]]] = []
     for step in range(1500):
         _random_operation(rng, pool, live, memory, step)
-        pool.check_integrity()
+        check_integrity(pool, [sequence for sequence, _ in live])
         seen = after_copies(pool, memory)
         for sequence, tokens in live:
             assert [seen[slot] for slot in sequence.slots(0, sequence.length)] == tokens
@@ -220,7 +221,7 @@ def test_random_histories(seed: int) -> None:
     for sequence, _ in live:
         sequence.release()
     assert pool.num_free_pages == pool.num_pages
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def _random_operation(
@@ -272,7 +273,7 @@ def test_integrity_names_a_lost_reference() -> None:
     sequence.append(5)
     pool.share(sequence.pages[:1])
     with pytest.raises(IntegrityError, match="page 0: 2 references, 1 tables"):
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 def test_integrity_names_a_wrong_length() -> None:
@@ -281,7 +282,7 @@ def test_integrity_names_a_wrong_length() -> None:
     sequence.append(5)
     sequence.length = 4
     with pytest.raises(AssertionError, match="length 4"):
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(0, 4), (4, 0)])
