@@ -113,7 +113,6 @@ class Learner:
     # --- on the engine's thread -----------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """See `SpareWork`."""
         if not self._windows:
             return None
         return max(0, self._due_ns - clock.stopwatch_ns()) / 1e9

@@ -409,7 +409,6 @@ class _Block:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`."""
         layer, window = self.layers[module], scoring.sliding_window
         layer.write(self.slots, key, value)
         if window not in self._reads:

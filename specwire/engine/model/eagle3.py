@@ -362,7 +362,6 @@ class _Whole:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`."""
         behind = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
         sees = (behind >= 0) & (behind < (scoring.sliding_window or len(behind)))
         found = nn.functional.scaled_dot_product_attention(
@@ -418,7 +417,6 @@ class Eagle3Runner(NotingRunner):
         return logits
 
     def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
-        """See `ModelRunner`."""
         assert batch is not None
         self._copy(batch)
         states = self._nodes.before(query)  # None where the target has computed them

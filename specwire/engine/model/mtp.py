@@ -199,7 +199,6 @@ class MtpBatch(PackedBatch):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
