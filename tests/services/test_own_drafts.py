@@ -24,6 +24,7 @@ from specwire.cli import drafts
 from specwire.config.client import ClientConfig
 from specwire.config.preflight import memory, plan
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.speculative import METHODS
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
 from tests.support import encoder_decoders
@@ -149,8 +150,7 @@ def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     if served.source not in ON_REQUEST:
         assert re.search(r"^plain +(now )? +\d+ +-$", ways[0], re.MULTILINE), "it is chosen among them"
     own = ["heads", "layers", "mtp", "dflash", "eagle3"]
-    texts = ["ngram", "suffix", "unigram", "bigram", "trigram"]
-    assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *texts]
+    assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *METHODS]
     ours = "model" if served.source == "draft_model" else served.source
     assert [name for name in ("model", *own) if rows[name].split()[1] == "yes"] == [ours]
     by_source = stack.client.get_status().by_source
