@@ -99,7 +99,7 @@ def test_forks_share_the_input_and_do_not_disturb_each_other(pair: tuple[Encoder
     with opened(runner, INPUTS[2]) as first:
         runner.forward([Feed(first, INPUTS[2] + text, 0)])
         with first.fork() as second:
-            assert runner.pool.num_shared_pages == first.num_pages
+            assert runner.pool.num_shared_pages == len(first.pages)
             second.truncate(len(INPUTS[2]) + 6)
             both = runner.forward([Feed(first, tokens_of(4, 3), 4), Feed(second, other, 4)])
             assert runner.pool.num_shared_pages >= len(INPUTS[2]) // PAGE_SIZE
@@ -267,7 +267,7 @@ def test_an_input_is_held_whole_or_not_at_all() -> None:
         cache.truncate(10)
         assert cache.length == 10
         cache.truncate(9)
-        assert cache.length == cache.num_pages == 0
+        assert cache.length == len(cache.pages) == 0
         assert cache.reuse_prefix(list(range(14)), 9) == 0, "two of its three pages are known"
         assert cache.reuse_prefix(list(range(14)), 13) == 12
         check_integrity(pool)

@@ -26,6 +26,7 @@ from specwire.errors import (
     UnsupportedError,
 )
 from tests.support.integrity import check_integrity
+from tests.support.slot_memory import runs_in
 from tests.support.tiny_models import (
     EXTRA_FAMILIES,
     FAMILIES,
@@ -176,7 +177,7 @@ def _scattered(runner: ModelRunner, token_ids: list[int]) -> SequenceCache:
             blocker.release()
     cache = runner.new_sequence()
     runner.forward([Feed(cache, token_ids, 0)])
-    assert len(cache.runs()) == cache.num_pages
+    assert len(runs_in(cache)) == len(cache.pages)
     return cache
 
 
@@ -208,7 +209,7 @@ def test_sequences_that_share_pages_beside_others(family: str) -> None:
         rows = runner.forward(feeds).split(sizes)
         for text, size, logits in zip(texts, sizes, rows, strict=True):
             _assert_close(logits, _reference(family, text)[-size:])
-    assert any(len(cache.runs()) > 1 for cache in caches)
+    assert any(len(runs_in(cache)) > 1 for cache in caches)
 
 
 def test_long_queries_over_scattered_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def test_no_copy_of_the_cache(num_tokens: int) -> None:
     with runner.new_sequence() as cache:
         for length in (40, 480):
             runner.forward([Feed(cache, _tokens(length - cache.length), 0)])
-            assert len(cache.runs()) == 1
+            assert len(runs_in(cache)) == 1
             _allocated_bytes(runner, cache, num_tokens)  # fills the mask templates
             allocated.append(_allocated_bytes(runner, cache, num_tokens))
     grown = allocated[1] - allocated[0]

@@ -28,6 +28,7 @@ from specwire.errors import ContextLengthError, InvalidRequestError, Unsupported
 from specwire.proposals.tree import TokenTree, path_to
 from specwire.rule.captured import EagerReplay
 from tests.support.integrity import check_integrity
+from tests.support.slot_memory import runs_in
 from tests.support.tiny_models import (
     CONTEXT_LEN,
     EXTRA_FAMILIES,
@@ -138,7 +139,7 @@ def test_over_scattered_pages(family: str) -> None:
     with runner.new_sequence() as cache:
         runner.forward([_feed(cache, drawn, PREFIX_LEN - 1)])
         _assert_close(runner.forward([_feed(cache, drawn)]), _expected(family, drawn))
-        assert len(cache.runs()) == cache.num_pages
+        assert len(runs_in(cache)) == len(cache.pages)
 
 
 @pytest.mark.parametrize("family", _KINDS_OF_ATTENTION)

@@ -12,7 +12,7 @@ from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
 from specwire.support import IntArray
 from tests.support.integrity import IntegrityError, check_integrity, open_sequences
-from tests.support.slot_memory import after_copies, do_copies
+from tests.support.slot_memory import after_copies, do_copies, runs_in
 
 
 def appended(sequence: SequenceCache, num_tokens: int) -> IntArray:
@@ -28,8 +28,8 @@ def test_slots_follow_the_page_table() -> None:
     assert first.dtype == np.int64
     assert [*first, *second] == list(range(9))
     assert sequence.length == 9
-    assert sequence.num_pages == pool.num_held_pages == 3
-    assert sequence.runs() == [Run(0, 9)]
+    assert len(sequence.pages) == pool.num_held_pages == 3
+    assert runs_in(sequence) == [Run(0, 9)]
     assert sequence.slots(2, 5).tolist() == [2, 3, 4]
 
 
@@ -42,7 +42,7 @@ def test_truncate_frees_pages_at_once() -> None:
     sequence.truncate(5)
     assert (pool.num_free_pages, sequence.length) == (6, 5)
     sequence.truncate(0)
-    assert (pool.num_free_pages, sequence.runs()) == (8, [])
+    assert (pool.num_free_pages, runs_in(sequence)) == (8, [])
     check_integrity(pool)
 
 
@@ -62,7 +62,7 @@ def test_exhaustion_changes_nothing() -> None:
     two.append(5)
     with pytest.raises(ResourceExhaustedError, match="full"):
         one.append(3)
-    assert (one.length, one.num_pages, pool.num_free_pages) == (6, 2, 0)
+    assert (one.length, len(one.pages), pool.num_free_pages) == (6, 2, 0)
     check_integrity(pool)
     one.append(2)  # what is left of its own page
     two.release()
@@ -133,7 +133,7 @@ def test_sequences_that_grow_together_stay_contiguous(num_sequences: int) -> Non
     for _ in range(200):
         for sequence in sequences:
             sequence.append(1)
-    assert {len(sequence.runs()) for sequence in sequences} == {1}
+    assert {len(runs_in(sequence)) for sequence in sequences} == {1}
     check_integrity(pool)
 
 
@@ -148,7 +148,7 @@ def test_few_runs_in_a_long_lived_pool() -> None:
             one.append(8)
         while pool.num_held_pages > 0.7 * pool.num_pages:
             done = live.pop(rng.randrange(len(live)))
-            runs.append(len(done.runs()))
+            runs.append(len(runs_in(done)))
             done.release()
     check_integrity(pool)
     assert np.mean(runs) < 2.5
@@ -216,7 +216,7 @@ def test_random_histories(seed: int) -> None:
         seen = after_copies(pool, memory)
         for sequence, tokens in live:
             assert [seen[slot] for slot in sequence.slots(0, sequence.length)] == tokens
-            spelled = [s + i for s, n in sequence.runs() for i in range(n)]
+            spelled = [s + i for s, n in runs_in(sequence) for i in range(n)]
             assert spelled == sequence.slots(0, sequence.length).tolist()
     for sequence, _ in live:
         sequence.release()

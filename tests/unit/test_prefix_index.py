@@ -11,7 +11,7 @@ from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.cache.prefix import ROOT, page_digest, root
 from specwire.errors import InternalError, ResourceExhaustedError
 from tests.support.integrity import IntegrityError, check_integrity
-from tests.support.slot_memory import do_copies
+from tests.support.slot_memory import do_copies, runs_in
 
 SIZE = 4
 
@@ -46,7 +46,7 @@ def test_complete_pages_are_found_again_and_shared() -> None:
     second = pool.new_sequence()
     assert second.reuse_prefix(list(range(12)), 12) == 8, "the third page is not complete"
     assert second.pages == first.pages[:2]
-    assert second.runs() == [(0, 8)]
+    assert runs_in(second) == [(0, 8)]
     assert (pool.num_held_pages, pool.num_cached_pages) == (3, 0)
     first.release()
     assert (pool.num_held_pages, pool.num_cached_pages) == (2, 0)
@@ -199,7 +199,7 @@ def test_growth_stays_contiguous_when_all_memory_is_cached() -> None:
             sequence.remember(own)
         while pool.num_held_pages > 0.2 * pool.num_pages:
             sequence, _ = live.pop(rng.randrange(len(live)))
-            runs.append(len(sequence.runs()))
+            runs.append(len(runs_in(sequence)))
             sequence.release()
     check_integrity(pool)
     assert pool.num_cached_pages > 100

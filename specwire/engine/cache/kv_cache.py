@@ -273,11 +273,6 @@ class SequenceCache:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    @property
-    def num_pages(self) -> int:
-        """Pages held, shared ones included."""
-        return len(self.pages)
-
     def pages_needed(self, num_tokens: int) -> int:
         """Pages that `append(num_tokens)` would take from the pool, a copy on write included."""
         if self.length + num_tokens <= self.writable_len:
@@ -363,10 +358,6 @@ class SequenceCache:
         for page in range(start // size, -(-end // size)):
             first, last = max(start, page * size), min(end, (page + 1) * size)
             yield (pages[page] - page) * size, last - first
-
-    def runs(self) -> list[Run]:
-        """Maximal runs of tokens in consecutive slots, in token order."""
-        return runs_of(self.pages, self.length, self.pool.page_size)
 
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
