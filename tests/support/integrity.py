@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterable
 
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.cache.prefix import ROOT, PrefixIndex
@@ -14,23 +12,30 @@ class IntegrityError(AssertionError):
     """The bookkeeping is inconsistent."""
 
 
+def _noted(self: SequenceCache, pool: PagePool) -> None:
+    _init(self, pool)
+    pool.__dict__.setdefault("_made", []).append(self)
+
+
+_init = SequenceCache.__init__
+SequenceCache.__init__ = _noted  # type: ignore[method-assign]
+
+
 def open_sequences(pool: PagePool) -> list[SequenceCache]:
     """Those that were not released."""
-    found = [each for each in gc.get_referrers(pool) if isinstance(each, SequenceCache)]
-    return [each for each in found if not each.released]
+    made = pool.__dict__.get("_made", ())
+    pool.__dict__["_made"] = found = [each for each in made if not each.released]
+    return found
 
 
-def check_integrity(pool: PagePool, sequences: Iterable[SequenceCache] | None = None) -> None:
+def check_integrity(pool: PagePool) -> None:
     """Check that free + cached + held = total and that each count equals the tables holding the page.
-
-    Args:
-        sequences: all that were not released; None to look for them, which takes milliseconds.
 
     Raises:
         IntegrityError: naming what is wrong.
     """
     held: Counter[int] = Counter()
-    for table in open_sequences(pool) if sequences is None else sequences:
+    for table in open_sequences(pool):
         _check_sequence(table)
         held.update(table.pages)
     for page, count in enumerate(pool._references):

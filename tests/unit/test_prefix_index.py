@@ -215,7 +215,7 @@ def test_what_is_found_holds_the_right_tokens(seed: int) -> None:
     num_found = 0
     for _ in range(1000):
         num_found += _random_operation(rng, pool, live, memory)
-        check_integrity(pool, [sequence for sequence, _ in live])
+        check_integrity(pool)
         for sequence, tokens in live:
             slots = sequence.slots(0, sequence.length).tolist()
             assert [memory[slot] for slot in slots] == [tuple(tokens[: i + 1]) for i in range(len(tokens))]
