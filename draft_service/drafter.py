@@ -84,7 +84,7 @@ class DraftJob(Job):
             return
         # How many tokens the next pass runs must not depend on drafted tokens that were not judged, which
         # the tokens of the text that is committed instead may begin with: all drafted ones are run again.
-        num_kept, own_ids = committed.own_judged(self.num_draft_tokens)
+        num_kept, own_ids = committed.own(self.num_draft_tokens, is_judged=True)
         del self.sequence.tokens[num_kept:]
         self._keep(num_kept, own_ids)
 
@@ -318,7 +318,6 @@ class DraftDecider:
         self._draws_as_usual = (self._support_mass, self._max_support) == (SUPPORT_MASS, MAX_SUPPORT)
 
     def ask(self, jobs: Sequence[Job]) -> Question:
-        """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
         num_rows = [job.num_rows for job in drafts]
         edited: dict[int, Row] = {}
@@ -405,7 +404,6 @@ class DraftDecider:
         return found._replace(of_chains=of_chains)
 
     def apply(self, jobs: Sequence[Job], answer: list[Drawn]) -> None:
-        """See `device.Decider`."""
         drafts = [job for job in jobs if isinstance(job, DraftJob)]
         for drawn in answer:
             row = 0

@@ -24,6 +24,7 @@ from specwire.engine.loop import Engine
 from specwire.errors import ModelLoadError
 from specwire.proposals.estimate import clock
 from specwire.rule.columns import EDITED
+from specwire.telemetry.metrics import Counter, Gauge, Metric
 
 if TYPE_CHECKING:
     from draft_service.student import Student
@@ -37,8 +38,35 @@ _MEMORY = 0.9
 """Of the average time of a piece."""
 
 
+TABLE: tuple[Metric[Learning], ...] = (
+    Counter(
+        "specwire_learn_steps_total",
+        "Steps of a draft that learns while it serves (--learn).",
+        lambda now: now.num_steps,
+    ),
+    Counter(
+        "specwire_learn_judged_tokens_total",
+        "Tokens of the target that the draft was tested on before it learnt from them.",
+        lambda now: now.num_judged_tokens,
+    ),
+    Counter(
+        "specwire_learn_decisions_total",
+        "How often what was learnt replaced the served weights, or was given up as worse.",
+        lambda now: {("replace",): now.num_versions, ("go back",): now.num_rollbacks},
+        ("decision",),
+    ),
+    Gauge(
+        "specwire_learn_agreement",
+        "Probability that the draft's token is the target's: first, and with the weights that serve now.",
+        lambda now: {("first",): now.first_agreement, ("now",): now.agreement},
+        ("weights",),
+    ),
+)
+"""All are 0 for a draft that does not learn."""
+
+
 class Learner:
-    """`engine.spare.SpareWork`.
+    """`engine.loop.SpareWork`.
 
     Args:
         share: of the engine thread's time.
@@ -81,7 +109,6 @@ class Learner:
     # --- on the engine's thread -----------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """See `SpareWork`."""
         if not self._windows:
             return None
         return max(0, self._due_ns - clock.stopwatch_ns()) / 1e9

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from draft_service.chains import ChainsJob
 from draft_service.drafter import DraftJob, LeavesJob, PeekJob, TreeJob
@@ -42,7 +42,7 @@ from specwire.engine.loop import Engine
 from specwire.engine.replies import Sink
 from specwire.errors import ResourceExhaustedError, SpecwireError
 from specwire.proposals.estimate.calibration import NUM_RANKS
-from specwire.proposals.estimate.forecast import Forecast
+from specwire.proposals.estimate.forecast import Forecast, Likely
 from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rule.columns import EDITED
@@ -52,13 +52,6 @@ MAX_REQUESTS = 64
 """Most requests of a sequence that are queued or served. A coordinator has one or two at a time."""
 MIN_WORTH = 0.005
 """Outcomes less likely than this are not prepared."""
-
-
-class Likely(NamedTuple):
-    """An outcome of a proposal: the tokens that are committed, and how likely they are."""
-
-    probability: float
-    token_ids: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -120,9 +113,7 @@ class Branch:
         if tree:
             likely = _of_tree(tree, least)
         else:
-            drafted = tuple(self.proposal.token_ids)
-            found = forecast.outcomes(len(drafted), self.job.candidates, least)
-            likely = [Likely(o.probability, (*drafted[: o.num_accepted], o.next_token)) for o in found]
+            likely = forecast.outcomes(self.proposal.token_ids, self.job.candidates, least)
         self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
     def take_outcome(self) -> Likely:

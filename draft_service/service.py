@@ -9,7 +9,6 @@ from draft_service import learner as learning
 from draft_service import pairing
 from draft_service.drafter import DraftDecider
 from draft_service.inner import hierarchy as inner
-from draft_service.metrics import TABLE
 from draft_service.servicer import DraftServicer
 from specwire.config.services import DraftConfig
 from specwire.core import Learning
@@ -44,7 +43,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
             hook=hierarchy,
             target_tokenizer=shared.target.tokenizer if shared else None,
         )
-        if hasattr(service.runner, "decode"):
+        if hasattr(service.runner, "decode") and not config.least_pass_ms:  # a chain takes no paced passes
             decider.runner = service.runner
         if hierarchy is not None:
             stack.callback(hierarchy.close)
@@ -54,7 +53,7 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         if shared is not None:
             service = pairing.described(service, shared)
         group = engine_metrics.group(service, "draft")
-        learnt = Group(TABLE, lambda: learner.learning if learner else Learning(), group.fixed)
+        learnt = Group(learning.TABLE, lambda: learner.learning if learner else Learning(), group.fixed)
         await stack.enter_async_context(endpoint.serving(config, [group, learnt], tracer, "draft"))
         server = Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended

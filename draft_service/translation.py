@@ -206,22 +206,20 @@ class Committed:
         """What the tokens of either side mean."""
         return self.translation.shared
 
-    def own(self, num_draft_tokens: int) -> tuple[int, list[int]]:
+    def own(self, num_draft_tokens: int, *, is_judged: bool = False) -> tuple[int, list[int]]:
         """In the draft's tokens: the length to roll back to, and what to commit after it.
+
+        Args:
+            is_judged: the length is to be a function of this stream's committed tokens alone.
 
         Raises:
             ContextLengthError: the draft's context does not hold them and so many more.
         """
         self.translation.move_to(self.target_ids)
         num_kept, own_ids = self.translation.split(self.num_held)
-        self._check(num_kept + len(own_ids) + num_draft_tokens)
-        return num_kept, own_ids
-
-    def own_judged(self, num_draft_tokens: int) -> tuple[int, list[int]]:
-        """The same, but the length is a function of this stream's committed tokens alone."""
-        self.translation.move_to(self.target_ids)
-        num_kept = self.translation.num_unchanged if self.num_held else 0
-        own_ids = self.translation.after(num_kept)
+        if is_judged:
+            num_kept = self.translation.num_unchanged if self.num_held else 0
+            own_ids = self.translation.after(num_kept)
         self._check(num_kept + len(own_ids) + num_draft_tokens)
         return num_kept, own_ids
 

@@ -31,6 +31,7 @@ from specwire.errors import SpecwireError
 from specwire.proposals import tree
 from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
 from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
+from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.choices import SHARPNESS, likeliest
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
@@ -53,6 +54,7 @@ class Growing:
         is_drawn: a chain of tokens that are drawn, instead of the likeliest ones.
         open: nodes to expand next.
         supports: that tokens were drawn from.
+        fed: the nodes that were run so far, in the order of their expansion; None for a chain.
     """
 
     sequence: TokenSequence
@@ -63,6 +65,7 @@ class Growing:
     is_drawn: bool = False
     open: list[int] = field(default_factory=lambda: [-1])
     supports: list[Support] = field(default_factory=list)
+    fed: TokenTree | None = None
 
     def add(self, node: int, found: Drawn, row: int) -> None:
         """What was drawn after a node, or the likeliest tokens there, are its children."""

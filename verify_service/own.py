@@ -19,9 +19,10 @@ from specwire.core import NO_TOKEN, Outcome, Proposal, Verdict, Wanted
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import SpecwireError
 from specwire.rule import acceptance
-from specwire.rule.columns import GUMBEL, Rows
+from specwire.rule.columns import GUMBEL, MATCHED, Rows
 from specwire.rule.random import gumbel_noise
 from specwire.rule.transfer import to_device
+from specwire.support import certain
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,40 @@ class OwnDrafts(Protocol):
 
     def propose(self, judged: Sequence[Judged]) -> None:
         """Set outcome and proposal of each; a failure costs proposals, never a verdict."""
+
+
+class ForcedDrafts:
+    """What a grammar leaves no choice about, of a target that proposes nothing else ("jump-ahead").
+
+        verdict ─▶ rule ─▶ outcome ─▶ the text that must follow ─▶ its tokens ─▶ proposal
+
+    A text is forced more often than a token: most have several spellings, and the target chooses among them.
+    So these tokens are judged like those of any draft that is certain of them. See `OwnDrafts`.
+    """
+
+    num_passes = num_nodes = prefill_ns = 0
+
+    def propose(self, judged: Sequence[Judged]) -> None:
+        for each in judged:
+            try:
+                _propose(each)
+            except SpecwireError as error:  # the next pass comes to it too, and says so
+                log.debug("nothing is forced: %s", error)
+            except Exception:
+                log.exception("forced tokens failed")
+
+
+def _propose(judged: Judged) -> None:
+    drafting, sequence, verdict = judged.drafting, judged.sequence, judged.verdict
+    if sequence.grammar is None:
+        return
+    committed = [*sequence.tokens[: verdict.base_len], *drafting.judge(sequence, verdict)]
+    most = drafting.depth(len(committed))
+    token_ids = sequence.grammar.forced(committed[sequence.prompt_len :], most) if most else []
+    if token_ids:
+        is_matched = bool(sequence.encoded.traits & MATCHED)
+        supports = () if is_matched else certain(token_ids)
+        drafting.proposal = Proposal(len(committed), token_ids, supports)
 
 
 class Noise:

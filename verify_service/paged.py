@@ -1,19 +1,27 @@
-"""Proposals of something that writes into the pages of the target.
+"""Proposals of something that writes into the pages of the target: layers of its own, a drafter on its
+states, or the model itself with some of its blocks left out.
 
 cache   ├── accepted ──┤ rejected ┤                     after the pass
-cache   ├── accepted ──┤ what is drafted ┤
+cache   ├── accepted ──┤ what is drafted ┤              dropped again, known to no other sequence
 cache   ├── accepted ──┤                                the next round begins here
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from specwire.core import Verdict
+from specwire.core import MAX_SUPPORT, Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
+from specwire.proposals.tree import TokenTree
 from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.own import Drafting
+from verify_service.threshold import Threshold
 
 
 class PagedDrafts(GrownDrafts):
@@ -40,5 +48,82 @@ class PagedDrafts(GrownDrafts):
                 each.sequence.cache.truncate(len(each.committed) - 1)
 
     def feeds(self, nodes: Sequence[Node]) -> list[Feed]:
-        """See `GrownDrafts`: a token of each sequence, of chains that began together."""
-        return [Feed(node.of.sequence.cache, [node.token_id]) for node in nodes]
+        """See `GrownDrafts`: the last token of each sequence, then nodes in the order of their expansion."""
+        feeds = []
+        for growing, own in groupby(nodes, key=attrgetter("of")):
+            some = [*own]
+            if some[0].node >= 0 and growing.num_ranked > 1:
+                before = growing.fed or TokenTree(len(growing.committed), ())
+                growing.fed = growing.growth.extended(before, [node.node for node in some])
+            token_ids = [node.token_id for node in some]
+            feeds.append(Feed(growing.sequence.cache, token_ids, 1, growing.fed))
+        return feeds
+
+
+class Eagle3Drafts(PagedDrafts):
+    """See `GrownDrafts`. Tokens that are not matched are drawn from the drafter's own distribution."""
+
+    draws = True
+
+    def __init__(self, runner: Any, *, may_be_tree: bool) -> None:
+        super().__init__(runner, may_be_tree=may_be_tree)
+        self.support_len = min(runner.draft_shape.vocab_size, MAX_SUPPORT)
+
+
+class BlockDrafts(PagedDrafts):
+    """See `GrownDrafts`. A block is drafted in one pass, with a mask in place of each draft token: candidates
+    at a depth are the same after all nodes of the depth before, and trees cost nothing more."""
+
+    def begin(
+        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
+    ) -> Growing | None:
+        """See `GrownDrafts`; no path is longer than a block."""
+        most, wanted = self._runner.draft_shape.longest, drafting.wanted
+        if wanted.max_depth:
+            drafting.wanted = replace(wanted, max_depth=min(wanted.max_depth, most))
+        else:
+            drafting.wanted = replace(wanted, num_draft_tokens=min(wanted.num_draft_tokens, most))
+        return super().begin(sequence, drafting, row, verdict)
+
+    def grow(self, growing: list[Growing]) -> None:
+        """See `GrownDrafts`; nothing near the end of the context."""
+        most, room = self._runner.context_len, len(self._runner.draft_shape.masks)
+        super().grow([each for each in growing if most is None or len(each.committed) + room <= most])
+
+    def feeds(self, nodes: Sequence[Node]) -> list[Feed]:
+        """See `GrownDrafts`: all blocks, before the first candidates."""
+        masks = self._runner.draft_shape.masks
+        starts = [node for node in nodes if node.node < 0]
+        return [Feed(node.of.sequence.cache, [node.token_id, *masks]) for node in starts]
+
+
+class LayersDrafts(PagedDrafts):
+    """See `GrownDrafts`. The model drafts with some of its blocks left out, and attends to the keys that all
+    of it has computed. A proposal ends after a token of which it was not sure (`threshold.py`), which the
+    next pass runs at next to no cost; where tokens are not matched it follows from committed tokens alone, so
+    its length may depend on them."""
+
+    sharpness = 1.0
+
+    def __init__(self, runner: Any, *, may_be_tree: bool) -> None:
+        super().__init__(runner, may_be_tree=may_be_tree)
+        self._thresholds: WeakKeyDictionary[TokenSequence, Threshold] = WeakKeyDictionary()
+
+    def begin(
+        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
+    ) -> Growing | None:
+        """See `GrownDrafts`; how the last proposal fared says where the next one ends."""
+        before, judged = self._grown.get(sequence), drafting.judged
+        found = super().begin(sequence, drafting, row, verdict)
+        threshold = self._thresholds.setdefault(sequence, Threshold())
+        num_drafted = len(judged.token_ids)
+        if before is not None and num_drafted and judged.base_len == len(before.committed):
+            assert drafting.outcome is not None
+            was_longest = num_drafted == before.growth.max_depth
+            threshold.learn(drafting.outcome.num_accepted, num_drafted, was_longest=was_longest)
+        return found
+
+    def open_after(self, growing: Growing) -> list[int]:
+        """See `GrownDrafts`: the last token, if the draft was sure enough of it."""
+        is_sure = growing.growth.last_share >= self._thresholds[growing.sequence].value
+        return super().open_after(growing) if is_sure else []

@@ -15,14 +15,10 @@ from specwire.engine.streams import Limits
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.v1 import verify_pb2, verify_pb2_grpc
-from verify_service.block import BlockDrafts
 from verify_service.draft_model import ModelDrafts
-from verify_service.eagle3 import Eagle3Drafts
-from verify_service.forced import ForcedDrafts
 from verify_service.grown import GrownDrafts
-from verify_service.layers import LayersDrafts
-from verify_service.own import OwnDrafts
-from verify_service.paged import PagedDrafts
+from verify_service.own import ForcedDrafts, OwnDrafts
+from verify_service.paged import BlockDrafts, Eagle3Drafts, LayersDrafts, PagedDrafts
 from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from draft_service.drafter import DraftJob
 from specwire.core import Verdict
 from specwire.engine.batch import Feed
-from specwire.engine.device import Decider
+from specwire.engine.device import NO_DRAFTING, Decider
 from specwire.engine.drawn import Drawn
 from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
@@ -51,6 +52,32 @@ class StepCost:
         """Of a pass over so many tokens of so many sequences."""
         beyond_us = self.sequence_us * (num_sequences - 1) + self.token_us * (num_tokens - 1)
         return self.base_ms / 1e3 + beyond_us / 1e6
+
+
+class LogitsDecider:
+    """Passes on the logits themselves, for tests and simulations.
+
+    Args:
+        consume: called with the jobs of a step whose rows are complete, and their logits.
+    """
+
+    drafting = NO_DRAFTING
+
+    def __init__(self, consume: Callable[[list[Job], Any], None]) -> None:
+        self._consume = consume
+
+    def ask(self, jobs: Sequence[Job]) -> int:
+        """See `Decider`."""
+        return len(jobs)
+
+    @staticmethod
+    def decide(question: int, logits: Tensor) -> Tensor:
+        """See `Decider`."""
+        return logits
+
+    def apply(self, jobs: Sequence[Job], answer: Tensor) -> None:
+        """See `Decider`."""
+        self._consume(list(jobs), answer)
 
 
 class Device:

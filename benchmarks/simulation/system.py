@@ -10,6 +10,7 @@ from benchmarks.simulation.devices import (
     Device,
     GreedyDrafts,
     GreedyVerdicts,
+    LogitsDecider,
     StepCost,
     VirtualEngine,
     VirtualRunner,
@@ -27,7 +28,7 @@ from specwire.config.security.tls import PLAINTEXT
 from specwire.config.services import CoordinatorConfig, DraftConfig
 from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
 from specwire.engine.boot import ModelService
-from specwire.engine.device import Decider, LogitsDecider
+from specwire.engine.device import Decider
 from specwire.engine.emulated import EmulatedModel
 from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2

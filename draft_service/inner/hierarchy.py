@@ -85,7 +85,6 @@ class Hierarchy:
         self._rates: defaultdict[bool, dict[int, Rate]] = defaultdict(dict)
 
     def load(self, vocab_size: int) -> None:
-        """See `StepHook`."""
         self.drafter = self._load(vocab_size)
 
     def described(self, service: ModelService) -> ModelService:

@@ -25,7 +25,7 @@ _RATE, _MAX_JUMP = 0.2, 4.0
 
 
 class ModelMemory:
-    """A sequence of the inner model that holds the committed tokens.
+    """A sequence of the inner model that holds the committed tokens, as `InnerDrafter.open` makes one.
 
     Attributes:
         sequence: its parameters are those of the stream, once a job of it has come.
@@ -36,20 +36,16 @@ class ModelMemory:
 
     @property
     def length(self) -> int:
-        """See `InnerDrafter.open`."""
         return len(self.sequence.tokens)
 
     def truncate(self, length: int) -> None:
-        """See `InnerDrafter.open`."""
         del self.sequence.tokens[length:]
         self.sequence.cache.truncate(min(self.sequence.cache.length, length))
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """See `InnerDrafter.open`."""
         self.sequence.tokens += token_ids
 
     def release(self) -> None:
-        """See `InnerDrafter.open`."""
         self.sequence.cache.release()
 
 
@@ -79,7 +75,6 @@ class ModelDrafter:
         self._max_prefill_tokens = max_prefill_tokens
 
     def open(self) -> ModelMemory:
-        """See `InnerDrafter`."""
         return ModelMemory(self.runner)
 
     def look(self, job: InnerJob) -> Look | None:
@@ -105,7 +100,6 @@ class ModelDrafter:
     def guess(
         self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
     ) -> list[Sequence[int]]:
-        """See `InnerDrafter`."""
         memories: list[ModelMemory] = [job.inner.memory for job in jobs]
         lengths = {memory: memory.length for memory in memories}
         sequences = _sequences(jobs)
@@ -148,7 +142,6 @@ class ModelDrafter:
         self.guess_ns = usual_ns + _RATE * (min(spent_ns, _MAX_JUMP * usual_ns) - usual_ns)
 
     def close(self) -> None:
-        """See `InnerDrafter`."""
         self.runner.close()
 
 

@@ -30,7 +30,6 @@ class TextGuesser:
         self._config = SpeculativeConfig(method=method)
 
     def open(self) -> TextMemory:
-        """See `InnerDrafter`."""
         return TextMemory(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
 
     def look(self, job: InnerJob) -> Look | None:
@@ -56,7 +55,6 @@ class TextGuesser:
     def guess(
         self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
     ) -> list[Sequence[int]]:
-        """See `InnerDrafter`."""
         return [look.token_ids[:num] for look, num in zip(looks, nums, strict=True)]
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from specwire.cli.terminal import aligned
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS
-from specwire.config.speculative import ABOVE, BEAMS, COUNTS, KSEQ, NGRAM, SUFFIX
+from specwire.config.speculative import ABOVE, BEAMS, COUNTS, KSEQ, METHODS
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
@@ -20,8 +20,7 @@ _NEEDS = {
     _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
     BEAMS: "a draft service: num_beams of a request",
     **{source: method.needs for source, method in OWN_METHODS.items()},
-    NGRAM: "nothing",
-    SUFFIX: "nothing",
+    **dict.fromkeys(METHODS, "nothing"),
     **dict.fromkeys(COUNTS, "nothing, or a text file"),
 }
 

@@ -389,7 +389,7 @@ class Packer:
     def _pack(self, feeds: Feeds, lengths: Sequence[int], token_ids: IntArray) -> Batch:
         caches, num_query = feeds.caches, feeds.num_query
         for cache, num in zip(caches, num_query, strict=True):
-            cache.reserve(num)
+            cache.append(num)
         positions, slots = slots_of(caches, lengths, num_query)
         offsets, ends = [0, *accumulate(num_query)], [cache.length for cache in caches]
         trees = {i: tree for i, tree in enumerate(feeds.trees) if tree is not None and ends[i] > tree.start}

@@ -28,7 +28,7 @@ from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine, StepHook
 from specwire.engine.measuring import as_load, measure, measure_draft
 from specwire.engine.model.fingerprint import weights_fingerprint
-from specwire.engine.paced import PacedRunner
+from specwire.engine.paced import pace
 from specwire.engine.place import place
 from specwire.engine.thread import ComputeThread
 from specwire.engine.threads import ThreadCount, known_cores
@@ -153,10 +153,8 @@ def start(
         thread.call(lambda: hook.load(runner.vocab_size))
     description |= place(config, runner, threads.most)
     if config.least_pass_ms:
-        runner = PacedRunner(runner, config.least_pass_ms / 1e3)
-    # A sequence that the cache cannot hold is over the context: refused at once, not when it gets that long.
-    _limit_context(description, config, source)
-    _limit_lengths(description, runner.pool.num_pages * config.page_len)
+        pace(runner, config.least_pass_ms / 1e3)
+    _limit_lengths(description, config, source, runner.pool.num_pages * config.page_len)
     description["trees"] = not (config.batch_invariant or runner.pool.keeps_states)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
@@ -164,7 +162,8 @@ def start(
     _log_start(role, config, info, runner.pool.num_pages * config.page_len, kv_bytes)
     end_ids = info.eos_token_ids
     if target_tokenizer is not None:
-        tokenizer, end_ids = target_tokenizer, _end_ids(target_tokenizer)
+        tokenizer, eos_id = target_tokenizer, target_tokenizer.eos_id
+        end_ids = () if eos_id is None else (eos_id,)
     known = vocabulary(tokenizer, vocab_size or runner.vocab_size, end_ids)
     # Where a draft has a drafter of its own, or translates, a draft token is not what a pass costs.
     is_usual = hook is None and target_tokenizer is None
@@ -200,19 +199,8 @@ def _drafting(config: ModelServiceConfig, runner: Any) -> Any:
     chains; None without."""
     if config.own.source == DRAFT_MODEL:
         return getattr(runner, "drafting", None)
-    return runner if isinstance(config, DraftConfig) and getattr(runner, "can_decode", False) else None
-
-
-def _end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-
-
-def _limit_context(description: dict[str, Any], config: ModelServiceConfig, source: str) -> None:
-    """To `max_model_len`."""
-    most = description["context_len"]
-    if config.max_model_len > most:
-        raise ModelLoadError(f"--max-model-len {config.max_model_len}: {source} has a context of {most}")
-    description["context_len"] = config.max_model_len or most
+    decodes = isinstance(config, DraftConfig) and not config.least_pass_ms
+    return runner if decodes and getattr(runner, "can_decode", False) else None
 
 
 def _log_start(
@@ -227,11 +215,19 @@ def _log_start(
     log.log(NOTICE, "%s model %s on %s; %s%s", role, info.summary, config.device, cache, own)
 
 
-def _limit_lengths(description: dict[str, Any], num_slots: int) -> None:
-    """To what the cache can hold; of an encoder-decoder, input and output together."""
+def _limit_lengths(
+    description: dict[str, Any], config: ModelServiceConfig, source: str, num_slots: int
+) -> None:
+    """To `max_model_len`, and to what the cache can hold; of an encoder-decoder, input and output together.
+
+    A longer sequence is over the context: refused at once, not when it gets that long.
+    """
+    most = description["context_len"]
+    if config.max_model_len > most:
+        raise ModelLoadError(f"--max-model-len {config.max_model_len}: {source} has a context of {most}")
     if encoder_len := description.get("encoder_len", 0):
         description["encoder_len"] = encoder_len = min(encoder_len, num_slots // 2)
-    description["context_len"] = min(description["context_len"], num_slots - encoder_len)
+    description["context_len"] = min(config.max_model_len or most, num_slots - encoder_len)
 
 
 def _threads(config: ModelServiceConfig, source: str) -> ThreadCount:

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NUM_STEP_SIZES = 12
 """Buckets of batch sizes: powers of two up to 1,024, and one for all above."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStatus:
-    """Counts, as `GetModelInfo` reports them."""
-
-    num_sequences: int
-    num_requests: int
-    num_steps: int
-    num_tokens: int
-    num_preemptions: int
-    num_hit_tokens: int
-    num_waiting: int
-    step_ns: int
-    step_sizes: tuple[int, ...]
-    """[NUM_STEP_SIZES] number of steps by batch size: up to 1, 2, 4, 8, ... and any number of sequences."""
-    step_sequences: int
-    """Sum of the batch sizes of all steps."""
-    silent_s: float
-    """How long a device that hangs has been silent, in seconds; 0 while it makes progress."""
-
-
-class StepCounts:
-    """Totals over all steps so far.
+    """Counts, as `GetModelInfo` reports them. Those of steps are totals over all so far.
 
     Attributes:
         num_steps: forward passes, those of single jobs after a failed step included.
         num_tokens: tokens run in them.
         step_ns: time of all steps.
-        step_sizes, step_sequences: see `EngineStatus`.
+        step_sizes: [NUM_STEP_SIZES] number of steps by batch size: up to 1, 2, 4, 8, ... and any number of
+            sequences.
+        step_sequences: sum of the batch sizes of all steps.
+        silent_s: how long a device that hangs has been silent, in seconds; 0 while it makes progress.
     """
 
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_tokens = 0
-        self.step_ns = 0
-        self.step_sizes = [0] * NUM_STEP_SIZES
-        self.step_sequences = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    step_ns: int = 0
+    step_sizes: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
+    step_sequences: int = 0
+    num_sequences: int = 0
+    num_requests: int = 0
+    num_preemptions: int = 0
+    num_hit_tokens: int = 0
+    num_waiting: int = 0
+    silent_s: float = 0.0
 
     def add_pass(self, num_tokens: int) -> None:
         """A forward pass ended."""

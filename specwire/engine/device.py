@@ -155,29 +155,3 @@ class Runner(Protocol):
 
 class DeviceLostError(Exception):
     """A part of the device died and its memory is lost; not an error of the jobs of the step."""
-
-
-class LogitsDecider:
-    """Passes on the logits themselves, for tests and simulations.
-
-    Args:
-        consume: called with the jobs of a step whose rows are complete, and their logits.
-    """
-
-    drafting = NO_DRAFTING
-
-    def __init__(self, consume: Callable[[list[Job], Any], None]) -> None:
-        self._consume = consume
-
-    def ask(self, jobs: Sequence[Job]) -> int:
-        """See `Decider`."""
-        return len(jobs)
-
-    @staticmethod
-    def decide(question: int, logits: Tensor) -> Tensor:
-        """See `Decider`."""
-        return logits
-
-    def apply(self, jobs: Sequence[Job], answer: Tensor) -> None:
-        """See `Decider`."""
-        self._consume(list(jobs), answer)

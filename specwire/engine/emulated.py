@@ -188,7 +188,6 @@ class EmulatedRunner:
         return torch.from_numpy(self._model.log_probs(positions, tokens))
 
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
-        """See `device.Runner`."""
         logits = self.forward(feeds)
         return None if question is None else decide(question, logits)
 
@@ -207,11 +206,9 @@ class EmulatedRunner:
             return batch.positions[batch.rows] + 1, batch.token_ids[batch.rows]
 
     def end_step(self) -> None:
-        """Sleep for the rest of the step's emulated time."""
-        self._sleep_until(self._due_s)
-
-    def _sleep_until(self, due_s: float) -> None:
-        """Sleep, precise to a few microseconds: how much sleeps overrun is measured and subtracted."""
+        """Sleep for the rest of the step's emulated time, precise to a few microseconds: how much sleeps
+        overrun is measured and subtracted."""
+        due_s = self._due_s
         asleep_s = due_s - time.perf_counter() - self._oversleep_s
         if asleep_s > 0:
             time.sleep(asleep_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specwire.engine.batch import Feeds
-from specwire.engine.counts import StepCounts
+from specwire.engine.counts import EngineStatus
 from specwire.engine.device import NO_DRAFTING, Decider, DeviceLostError, Runner
 from specwire.engine.jobs import Job
 from specwire.engine.replies import Replies
@@ -27,7 +27,7 @@ class StepExecutor:
         runner: Runner,
         decider: Decider,
         replies: Replies,
-        counts: StepCounts,
+        counts: EngineStatus,
         *,
         prefix_sharing: bool,
     ) -> None:

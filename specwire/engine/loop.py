@@ -9,7 +9,7 @@ do with the logits is up to the service: it passes in a `Decider`. No locks: cal
 inbox, and only the thread touches queues and caches.
 
 *Background* jobs work ahead on what may be requested. They run when no foreground job waits, and beside
-foreground jobs as far as that adds next to nothing to the step. *Spare work* (`spare.py`) runs
+foreground jobs as far as that adds next to nothing to the step. *Spare work* runs
 between steps, while no foreground job waits.
 
 The parts: `queues.py` (jobs under way), `gathering.py` (waiting for streams about to return), `executor.py`
@@ -19,18 +19,18 @@ The parts: `queues.py` (jobs under way), `gathering.py` (waiting for streams abo
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import queue
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams, check_adapter, check_token_id
 from specwire.engine.cache import prefix
-from specwire.engine.counts import EngineStatus, StepCounts
+from specwire.engine.counts import EngineStatus
 from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.gathering import Gathering
@@ -38,9 +38,8 @@ from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence, check_
 from specwire.engine.progress import LEAST_LIMIT_S, Heartbeat, Watchdog
 from specwire.engine.queues import JobQueues
 from specwire.engine.recovery import DeviceRecovery
-from specwire.engine.replies import Replies, Sink, into_future
+from specwire.engine.replies import Replies, Sink
 from specwire.engine.schedule import Scheduler, Step
-from specwire.engine.spare import NoSpareWork, SpareWork
 from specwire.engine.thread import ComputeThread
 from specwire.engine.threads import ThreadCount
 from specwire.errors import (
@@ -73,6 +72,25 @@ class StepHook(Protocol):
             jobs: all that may be in the step.
             costs: of a step without this call, by its sequences and its tokens.
         """
+
+
+class SpareWork(Protocol):
+    """Work in short pieces that no request waits for. All of it is called on the engine's thread, but for
+    `version`.
+
+    Attributes:
+        version: of the model's weights: pages that were computed with others are not found by new sequences.
+        usual_s: what a piece usually takes; 0 before the first one.
+    """
+
+    version: int
+    usual_s: float
+
+    def wait_s(self) -> float | None:
+        """How long until a piece is due, 0 if one is; None while there is nothing to do."""
+
+    def do(self) -> None:
+        """One piece; must not raise."""
 
 
 class Engine:
@@ -123,7 +141,7 @@ class Engine:
         self._closing = False
         self._costs = costs or CostModel(2)  # of a step: its sequences, its tokens
         self._draft_costs = draft_costs or CostModel(1)  # of a pass of what drafts after a step: its nodes
-        self._counts = StepCounts()
+        self._counts = EngineStatus()
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
         self._gathering = Gathering()
@@ -135,7 +153,7 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             prefix_sharing=prefix_sharing,
         )
-        self._spare_work: SpareWork = NoSpareWork()
+        self._spare_work: SpareWork | None = None
         self._executor = StepExecutor(
             runner, decider, self._replies, self._counts, prefix_sharing=prefix_sharing
         )
@@ -176,21 +194,12 @@ class Engine:
         self._num_opened += 1
         cache = self._runner.new_sequence()
         cache.adapter = self._adapters.index(params.adapter) + 1 if params.adapter else 0
-        cache.root = prefix.root(params.cache_salt, version=self._spare_work.version, adapter=cache.adapter)
+        version = self._spare_work.version if self._spare_work else 0
+        cache.root = prefix.root(params.cache_salt, version=version, adapter=cache.adapter)
         cache.encoder_len = encoder_len
         sequence = TokenSequence(params, prompt_len, cache, self._num_opened, is_fork=is_fork)
         self._sequences.add(sequence)
         return sequence
-
-    async def run(self, job: Job, extra_len: int = 0) -> Any:
-        """The job's result.
-
-        Raises:
-            SpecwireError: what the job failed with; other jobs are not affected.
-        """
-        future = asyncio.get_running_loop().create_future()
-        self.submit(job, into_future(future), extra_len)
-        return await future
 
     def expect(self, job: Job, sink: Sink) -> None:
         """The result of a job that begins by itself goes to this sink; see `Job.following`."""
@@ -213,7 +222,7 @@ class Engine:
             raise ServiceUnavailableError("the service is shutting down")
         self._watchdog.check()
         self._replies.expect(job, sink)
-        self._put(lambda: self._start(job, background))
+        self.run_soon(lambda: self._start(job, background))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -226,20 +235,17 @@ class Engine:
             if commands:
                 self._inbox.put(lambda: _run_all(commands))
 
-    def _put(self, command: Callable[[], None]) -> None:
+    def run_soon(self, command: Callable[[], None]) -> None:
+        """Run a function on the thread, after what was submitted before and before any further step; it must
+        not raise."""
         if self._gathered is None:
             self._inbox.put(command)
         else:
             self._gathered.append(command)
 
-    def run_soon(self, command: Callable[[], None]) -> None:
-        """Run a function on the thread, after what was submitted before and before any further step; it must
-        not raise."""
-        self._put(command)
-
     def promote(self, job: Job) -> None:
         """Make a background job a foreground job, since its result is waited for now."""
-        self._put(lambda: self._queues.promote(job))
+        self.run_soon(lambda: self._queues.promote(job))
 
     def replace_with_fork(self, sequence: TokenSequence, fork: TokenSequence) -> None:
         """Let a sequence continue from its fork's tokens and cache, and close the fork.
@@ -247,12 +253,12 @@ class Engine:
         The fork's jobs become jobs of the sequence.
         """
         self._forget(fork)
-        self._put(lambda: self._replace_with_fork(sequence, fork))
+        self.run_soon(lambda: self._replace_with_fork(sequence, fork))
 
     def close_sequence(self, sequence: TokenSequence) -> None:
         """Cancel the sequence's jobs and free its memory, before the next step."""
         self._forget(sequence)
-        self._put(lambda: self._close_sequence(sequence))
+        self.run_soon(lambda: self._close_sequence(sequence))
 
     def _forget(self, sequence: TokenSequence) -> None:
         self._sequences.remove(sequence)
@@ -278,18 +284,14 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Counts now."""
-        counts = self._counts
-        return EngineStatus(
+        return replace(
+            self._counts,
+            step_sizes=[*self._counts.step_sizes],
             num_sequences=len(self._sequences) - self._num_forks,
             num_requests=len(self._queues),
-            num_steps=counts.num_steps,
-            num_tokens=counts.num_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_hit_tokens=self._scheduler.num_hit_tokens,
             num_waiting=min(self._num_waiting, len(self._queues.foreground)),
-            step_ns=counts.step_ns,
-            step_sizes=tuple(counts.step_sizes),
-            step_sequences=counts.step_sequences,
             silent_s=self._watchdog.silent_s,
         )
 
@@ -306,7 +308,7 @@ class Engine:
     def _run(self) -> None:
         while not self._closing:
             self._heartbeat.beat()
-            self._drain_inbox(timeout_s=0 if self._queues else self._spare_work.wait_s())
+            self._drain_inbox(timeout_s=0 if self._queues else self._spare_wait_s())
             self._heartbeat.beat()
             while wait_s := self._gathering_s():
                 self._drain_inbox(timeout_s=wait_s)
@@ -331,10 +333,13 @@ class Engine:
         if not self._replies.is_held:
             self._replies.flush()
 
+    def _spare_wait_s(self) -> float | None:
+        return self._spare_work.wait_s() if self._spare_work else None
+
     def _do_spare_work(self) -> None:
         """One piece of it, if it is due: a request that comes now waits for no more."""
         work = self._spare_work
-        if work.wait_s() == 0:
+        if work is not None and work.wait_s() == 0:
             self._heartbeat.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
             work.do()
 

@@ -20,7 +20,7 @@ class EngineSnapshot(NamedTuple):
 
 def _step_sizes(now: EngineSnapshot) -> HistogramData:
     sizes = HistogramData([2**i for i in range(NUM_STEP_SIZES - 1)])
-    sizes.counts, sizes.sum = list(now.engine.step_sizes), now.engine.step_sequences
+    sizes.counts, sizes.sum = now.engine.step_sizes, now.engine.step_sequences
     return sizes
 
 

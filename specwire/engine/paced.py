@@ -8,85 +8,35 @@ All passes take the same time, as they do where reading the weights dominates.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specwire.engine.batch import Feed
-from specwire.engine.cache.kv_cache import SequenceCache
-from specwire.engine.device import Decide, DraftQuery, DraftShape, Runner
+from specwire.engine.device import Decide, DraftQuery
 
 
-class PacedRunner:
-    """A `device.Runner` around another one.
+def pace(runner: Any, least_pass_s: float) -> None:
+    """Let the passes of a `device.Runner` take at least so long, deciding on their logits included.
 
-    Args:
-        least_pass_s: minimum time of a pass, deciding on its logits included, in seconds. What is drafted
-            after it takes its own time.
+    What a target drafts by itself takes the share of it that its drafts read of its weights; what a draft
+    model beside it does takes its own time.
     """
+    run, run_draft = runner.run, getattr(runner, "run_draft", None)
 
-    def __init__(self, runner: Runner, least_pass_s: float) -> None:
-        self.pool = runner.pool
-        self.vocab_size = runner.vocab_size
-        self.longest_pause_s = runner.longest_pause_s
-        self._runner = runner
-        self._drafting_runner: Any = runner  # where it drafts, too
-        self.context_len = getattr(runner, "context_len", None)
-        self._least_pass_s = least_pass_s
-
-    @property
-    def on_loss(self) -> Callable[[], None]:
-        """See `device.Runner`."""
-        return self._runner.on_loss
-
-    @on_loss.setter
-    def on_loss(self, call: Callable[[], None]) -> None:
-        self._runner.on_loss = call
-
-    @property
-    def drafting(self) -> Any:
-        """The runner of a target's draft model; None without."""
-        return getattr(self._runner, "drafting", None)
-
-    @property
-    def draft_shape(self) -> DraftShape | None:
-        """See `DraftingRunner`."""
-        return getattr(self._runner, "draft_shape", None)
-
-    def new_sequence(self) -> SequenceCache:
-        """See `device.Runner`."""
-        return self._runner.new_sequence()
-
-    def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
-        """See `device.Runner`."""
-        due_s = time.perf_counter() + self._least_pass_s
-        answer = self._runner.run(feeds, question, decide)
+    def paced_run(feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
+        due_s = time.perf_counter() + least_pass_s
+        answer = run(feeds, question, decide)
         _sleep_until(due_s)
         return answer
 
-    def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
-        """See `DraftingRunner`; it takes the share of the minimum time that the target's weights have which
-        it reads."""
-        assert self.draft_shape is not None
-        due_s = time.perf_counter() + self._least_pass_s * self.draft_shape.share_read
-        answer = self._drafting_runner.run_draft(feeds, query, question, decide)
+    def paced_draft(feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
+        assert run_draft is not None
+        due_s = time.perf_counter() + least_pass_s * runner.draft_shape.share_read
+        answer = run_draft(feeds, query, question, decide)
         _sleep_until(due_s)
         return answer
 
-    def end_step(self) -> None:
-        """See `device.Runner`."""
-        self._runner.end_step()
-
-    def check(self) -> None:
-        """See `device.Runner`."""
-        self._runner.check()
-
-    def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """See `device.Runner`."""
-        self._runner.recover(is_wanted)
-
-    def close(self) -> None:
-        """See `device.Runner`."""
-        self._runner.close()
+    runner.run, runner.run_draft = paced_run, paced_draft
 
 
 def _sleep_until(due_s: float) -> None:

@@ -97,18 +97,3 @@ class Replies:
                 self._loops.discard(loop)
             else:
                 loop.call_soon_threadsafe(self._settle, resolved)
-
-
-def into_future(future: asyncio.Future[Any]) -> Sink:
-    """A sink for one job, whose result goes into a future."""
-
-    def settle(results: Sequence[Result]) -> None:
-        [(_, result)] = results
-        if future.done():
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    return settle

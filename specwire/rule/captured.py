@@ -40,7 +40,6 @@ class EagerReplay:
     """Runs the computation again: for devices without graphs, and for tests."""
 
     def capture(self, run: Callable[[], Output]) -> Callable[[], Output]:
-        """See `Replay`."""
         return run
 
 

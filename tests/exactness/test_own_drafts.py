@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-import verify_service.layers
+import verify_service.paged
 from coordinator.servicer import GenerationServicer
 from specwire import Rule, SamplingParams
 from tests.support import eagle3, tiny_models
@@ -148,7 +148,7 @@ def watched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     options = drafting.coordinator_options(verify_ahead=goes_on, num_draft_tokens="auto")
     threshold = partial(Threshold, first=0.0) if goes_on else Threshold
     with (
-        mock.patch.object(verify_service.layers, "Threshold", threshold),
+        mock.patch.object(verify_service.paged, "Threshold", threshold),
         started_coordinators() as found,
         local_stack(
             drafting.target, coordinator_options=options, verify_options=drafting.verify_options

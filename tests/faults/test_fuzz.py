@@ -23,6 +23,7 @@ from tests.support.conversations import METHODS, MOST_TOKENS, Method
 from tests.support.effort import sized
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.mutations import mutated_bytes, mutated_conversation
 
 NUM_MESSAGES = sized(100, 5_000)  # of each kind, for each method
@@ -192,7 +193,7 @@ def test_mutants(
     assert again.speculation.draft_unavailable == ""
     stack.assert_idle_within(10.0)
     for service in services.values():
-        service.runner.pool.check_integrity()
+        check_integrity(service.runner.pool)
     counts = Counter("errors of sequences" if code is OK and said else code.name for code, said in found)
     shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     report.note(f"{NUM_MESSAGES} of {mutate.__name__} to {method.service} {method.path}", "serving", shown)

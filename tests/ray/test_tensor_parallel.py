@@ -32,6 +32,7 @@ from specwire.proposals.tree import TokenTree
 from specwire.rule.captured import EagerReplay
 from tests.support import rank_memory, texts
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.processes import END_S, gone, running, wait_until
@@ -166,7 +167,7 @@ class TestTwoRanks:
         after = [place.pid for place in group_runner(service).locations]
         assert not set(before) & set(after), "all ranks start again"
         stack.assert_idle_within(5.0)
-        group_runner(service).pool.check_integrity()
+        check_integrity(group_runner(service).pool)
 
 
 OWN = ("heads", "layers", "mtp", "dflash", "eagle3")
@@ -197,7 +198,7 @@ def test_what_a_target_drafts_with_says_on_two_ranks_what_it_says_on_one(
                 os.kill(group_runner(services["verify"]).locations[1].pid, signal.SIGKILL)
                 found.append(together(stack.address, [(params, PROMPT) for params in requests]))
             stack.assert_idle_within(5.0)
-            services["verify"].runner.pool.check_integrity()
+            check_integrity(services["verify"].runner.pool)
     one, *others = ([each.token_ids for each in done] for done in found)
     assert others == [one, one]
     chains, same = ([each.speculation for each in done[:3]] for done in found[:2])

@@ -22,6 +22,7 @@ from specwire.engine.model import memory
 from specwire.engine.model.memory import free_bytes, total_bytes
 from specwire.engine.model.runner import ModelRunner
 from tests.support.harness import local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.tiny_models import build
 from tests.support.together import sampled
@@ -230,7 +231,7 @@ def test_any_mix_gets_on_with_the_memory_of_its_longest(
         results = asyncio.run(generate_mix(stack.address, requests))
         stack.assert_idle_within(1.0)
         for role, service in services.items():
-            service.runner.pool.check_integrity()
+            check_integrity(service.runner.pool)
             assert stack.status(role).num_preemptions > 0
     assert [done.token_ids for done in results] == undisturbed_mixes[seed]
     assert {done.speculation.draft_unavailable for done in results} == {""}

@@ -20,6 +20,7 @@ from specwire.errors import InternalError
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rule.random import Purpose, uniforms
 from tests.support.draft_streams import FakeCall, draft_stream, opening
+from tests.support.integrity import check_integrity
 
 PARAMS = SamplingParams(seed=1, rule=Rule.REJECTION)
 PROMPT = [5, 9, 11]
@@ -33,7 +34,7 @@ def service() -> Iterator[boot.ModelService]:
     running = boot.start(config, "draft", DraftDecider(config))
     yield running
     running.close()
-    running.runner.pool.check_integrity()
+    check_integrity(running.runner.pool)
     assert running.runner.pool.num_held_pages == 0
 
 

@@ -19,6 +19,7 @@ from specwire.rule.captured import EagerReplay, Output
 from specwire.rule.choices import Kind
 from specwire.rule.columns import GREEDY, Encoded
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.together import generated
 from verify_service.draft_model import ModelDrafts
@@ -155,7 +156,7 @@ def test_a_loop_that_cannot_be_captured(stacks: Stacks, caplog: pytest.LogCaptur
     assert ours.token_ids == theirs.token_ids
     assert ours.speculation.acceptance_histogram == theirs.speculation.acceptance_histogram
     assert "not chosen on the device: no" in caplog.text
-    stacks.drafting.pool.check_integrity()
+    check_integrity(stacks.drafting.pool)
 
 
 def test_nodes_lie_in_the_order_in_which_they_were_expanded(stacks: Stacks) -> None:

@@ -26,6 +26,7 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError
 from tests.support.harness import local_stack
 from tests.support.heads import save_heads
+from tests.support.integrity import check_integrity
 from tests.support.pairs import save_target
 from tests.support.tiny_models import build
 from tools.drafts import SearchLayersConfig, TrainEagle3Config, TrainHeadsConfig, search_layers
@@ -250,7 +251,7 @@ def test_drafts_are_judged_against_the_targets_own_text() -> None:
     assert reached == sorted(reached, reverse=True)
     assert reached[0] < 0.5
     trials.close()
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 

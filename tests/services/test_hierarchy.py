@@ -31,6 +31,7 @@ from specwire.rpc.wire.draft import DraftOrder
 from tests.support import vocabularies
 from tests.support.draft_streams import draft_stream, opening
 from tests.support.harness import LocalStack, local_stack
+from tests.support.integrity import check_integrity
 from tests.support.pairs import markov_model, save_good_draft, save_hostile_draft, save_target
 from tests.support.refusals import refused
 from tests.support.tiny_models import VOCAB_SIZE, save
@@ -107,7 +108,7 @@ def served(
             pools.append(hierarchy.drafter.runner.pool)
         hierarchy.close()
     for pool in pools:
-        pool.check_integrity()
+        check_integrity(pool)
         assert pool.num_held_pages == 0
 
 

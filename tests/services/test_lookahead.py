@@ -19,9 +19,9 @@ from specwire import ResourceExhaustedError, Rule, SamplingParams, UnsupportedEr
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation, Proposal
 from specwire.engine import boot
-from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
-from specwire.engine.replies import Result, into_future
+from specwire.engine.replies import Result
 from specwire.errors import RequestCancelledError
 from specwire.proposals.estimate.forecast import Forecast, SharedForecast
 from specwire.proposals.pushes import Arrived
@@ -32,6 +32,8 @@ from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
+from tests.support.integrity import check_integrity
+from tests.support.jobs import result_of, submitted
 from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 9, 11, 2, 7]
@@ -135,7 +137,7 @@ def emulated() -> Iterator[boot.ModelService]:
     running = boot.start(config, "draft", DraftDecider(config))
     yield running
     running.close()
-    running.runner.pool.check_integrity()
+    check_integrity(running.runner.pool)
     assert running.runner.pool.num_held_pages == 0
 
 
@@ -144,7 +146,7 @@ def stub(services: Services, stack: LocalStack) -> Iterator[Any]:
     with grpc.insecure_channel(stack.draft_address) as channel:
         yield draft_pb2_grpc.DraftServiceStub(channel)
     stack.assert_idle_within(2.0)
-    services["draft"].runner.pool.check_integrity()
+    check_integrity(services["draft"].runner.pool)
 
 
 def fresh(stub: Any, params: SamplingParams, committed: Sequence[int]) -> Proposal:
@@ -282,12 +284,6 @@ def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
         assert done.speculation.num_prepared == 0
 
 
-def submitted(engine: Engine, job: Job, extra_len: int, *, background: bool = False) -> asyncio.Future[Any]:
-    future = asyncio.get_running_loop().create_future()
-    engine.submit(job, into_future(future), extra_len, background=background)
-    return future
-
-
 class Alone:
     """The lookahead of one sequence, with nothing around it."""
 
@@ -322,7 +318,7 @@ class TestBackgroundJobs:
         running = boot.start(config, "draft", DraftDecider(config))
         yield running
         running.engine.close()
-        running.runner.pool.check_integrity()
+        check_integrity(running.runner.pool)
         assert running.runner.pool.num_held_pages == 0
 
     @pytest.fixture
@@ -339,7 +335,7 @@ class TestBackgroundJobs:
             slow = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=8)
             quick = DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=4)
             waits = submitted(engine, slow, 8, background=True)
-            await engine.run(quick, 4)
+            await result_of(engine, quick, 4)
             assert not waits.done()
             await waits
             return slow, quick
@@ -376,7 +372,7 @@ class TestBackgroundJobs:
         async def both() -> None:
             job = DraftJob(sequence, 0, [1, 2, 3], num_draft_tokens=9)
             waits = submitted(engine, job, 9, background=True)
-            proposal = await engine.run(DraftJob(sequence, 0, [4, 5], num_draft_tokens=2), 2)
+            proposal = await result_of(engine, DraftJob(sequence, 0, [4, 5], num_draft_tokens=2), 2)
             assert proposal.base_len == 2
             with pytest.raises(RequestCancelledError):
                 await waits
@@ -392,7 +388,7 @@ class TestBackgroundJobs:
         idle = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
 
         async def both() -> None:
-            await engine.run(DraftJob(idle, 0, [7] * 140, num_draft_tokens=2), 2)
+            await result_of(engine, DraftJob(idle, 0, [7] * 140, num_draft_tokens=2), 2)
             other = engine.open(SamplingParams(seed=2, rule=Rule.REJECTION), 3)
             job = DraftJob(other, 0, [9] * 40, num_draft_tokens=2)
             with pytest.raises(ResourceExhaustedError):
@@ -404,7 +400,7 @@ class TestBackgroundJobs:
             assert engine.status().num_sequences == 1
             assert engine.status().num_preemptions == 0
             engine.replace_with_fork(idle, fork)
-            proposal = await engine.run(DraftJob(idle, 141, [4], num_draft_tokens=1), 1)
+            proposal = await result_of(engine, DraftJob(idle, 141, [4], num_draft_tokens=1), 1)
             assert proposal.base_len == 142
 
         thread.run(both())
@@ -430,7 +426,7 @@ class TestBackgroundJobs:
             answer = await alone.ask(DraftOrder(1, 2, 2 + len(path), [path[-1]], 4))
             alone.lookahead.close()
             fresh = DraftJob(other, 0, [1, 2, 3, *path], num_draft_tokens=4)
-            return answer, await engine.run(fresh, 4)
+            return answer, await result_of(engine, fresh, 4)
 
         answer, expected = thread.run(follow_a_branch())
         assert not answer.was_prepared

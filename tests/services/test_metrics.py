@@ -29,7 +29,7 @@ import verify_service.service
 from coordinator.ledger import Ledger
 from coordinator.metrics import TABLE as COORDINATOR
 from coordinator.totals import OK, STATUSES, CallRecord, Totals
-from draft_service.metrics import TABLE as LEARNING
+from draft_service.learner import TABLE as LEARNING
 from specwire import Client, Completion, DeadlineExceededError, InvalidRequestError, Rule, SamplingParams
 from specwire.completion import Stage
 from specwire.config.services import VerifyConfig

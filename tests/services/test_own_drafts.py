@@ -18,19 +18,21 @@ from unittest import mock
 
 import pytest
 
-import verify_service.layers
+import verify_service.paged
 from specwire import InvalidRequestError, Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
 from specwire.config.link import Link
 from specwire.config.preflight import memory, plan
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.speculative import METHODS
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
 from tests.support import encoder_decoders
 from tests.support.blocks import save_published
 from tests.support.eagle3 import LAYOUTS, save_eagle3
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_target
 from tests.support.together import generated
@@ -59,7 +61,7 @@ def serve(source: str, directory: Path) -> Served:
 @pytest.fixture(scope="module", params=SOURCES)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Where layers are left out, proposals are as long as wanted."""
-    with mock.patch.object(verify_service.layers, "Threshold", partial(Threshold, first=0.0)):
+    with mock.patch.object(verify_service.paged, "Threshold", partial(Threshold, first=0.0)):
         yield serve(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -137,7 +139,7 @@ def test_a_cache_that_is_too_small(served: Served) -> None:
         together = generated(running.address, [params] * 3, PROMPT)
         assert {done.token_ids for done in together} == {plain[0].token_ids}
         running.assert_idle_within(5.0)
-        services["verify"].runner.pool.check_integrity()
+        check_integrity(services["verify"].runner.pool)
 
 
 def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
@@ -148,8 +150,7 @@ def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     if served.source not in ON_REQUEST:
         assert re.search(r"^plain +(now )? +\d+ +-$", ways[0], re.MULTILINE), "it is chosen among them"
     own = ["heads", "layers", "mtp", "dflash", "eagle3"]
-    texts = ["ngram", "suffix", "unigram", "bigram", "trigram"]
-    assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *texts]
+    assert list(rows) == ["draft", "model", "kseq", "INNER>model", "num_beams", *own, *METHODS]
     ours = "model" if served.source == "draft_model" else served.source
     assert [name for name in ("model", *own) if rows[name].split()[1] == "yes"] == [ours]
     by_source = stack.client.get_status().by_source

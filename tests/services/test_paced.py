@@ -69,24 +69,12 @@ def test_what_is_left_is_slept_and_nothing_where_the_pass_was_slow(monkeypatch: 
         clock.now_s += question
         return "answer"
 
-    inner = SimpleNamespace(
-        pool=None, vocab_size=7, longest_pause_s=2.0, run=run, end_step=lambda: clock.sleep(0.5), on_loss=None
-    )
-    runner = paced.PacedRunner(inner, least_pass_s=4.0)
+    runner = SimpleNamespace(run=run, end_step=lambda: clock.sleep(0.5))
+    paced.pace(runner, least_pass_s=4.0)
     for pass_s, expected_s in ((1.0, 3.0), (4.0, 0.0), (9.0, 0.0)):
-        assert runner.run([], pass_s, None) == "answer"  # type: ignore[arg-type]
+        assert runner.run([], pass_s, None) == "answer"
         runner.end_step()
         assert clock.slept_s[-2:] == [expected_s, 0.5]
-
-
-def test_a_loss_is_heard_through_it() -> None:
-    inner = SimpleNamespace(pool=None, vocab_size=7, longest_pause_s=2.0, on_loss=None)
-    runner = paced.PacedRunner(inner, least_pass_s=1.0)
-
-    def heard() -> None: ...
-
-    runner.on_loss = heard
-    assert inner.on_loss is runner.on_loss is heard
 
 
 @pytest.mark.parametrize("kind", [VerifyConfig, StackConfig])

@@ -19,6 +19,7 @@ from specwire.rpc.wire.verify import VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.model_streams import SequenceFailedError, draft, opening, raw_stream, verify
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.refusals import our_errors, refused
@@ -47,7 +48,7 @@ def test_a_round_runs_its_own_nodes_and_one_token(tmp_path: Path, family: str, n
         done = stack.client.generate(params=TREE, prompt_token_ids=PROMPT)
         stack.assert_idle_within(2.0)
         for service in services.values():
-            service.runner.pool.check_integrity()
+            check_integrity(service.runner.pool)
     speculation = done.speculation
     assert speculation.mean_acceptance_length > 2, "there was meant to be something to keep"
     assert len(num_run) == speculation.num_rounds

@@ -33,6 +33,7 @@ from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2_grpc
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.model_streams import SequenceFailedError, raw_stream, verify
 from tests.support.paused import most_ahead, opening
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
@@ -84,7 +85,7 @@ class Watched:
 
     def assert_free(self) -> None:
         self.stack.assert_idle_within(2.0)
-        self.verify.runner.pool.check_integrity()
+        check_integrity(self.verify.runner.pool)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specwire.engine.model.block import BlockRunner
 from tests.support.markov_distribution import PROMPT
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.tiny_models import VOCAB_SIZE, WINDOW, save
@@ -254,15 +253,6 @@ def save_markov_pair(
         "sample_from_anchor": True,
     }
     return saved, save_speculators(directory / "drafter", layers, tensors, ids, **named)
-
-
-def drafted(runner: BlockRunner, cache: Any, token_id: int, num: int) -> list[int]:
-    """Greedy drafts after a token that follows the cache, which keeps its length."""
-    length = cache.length
-    states = runner.block_states([cache], [token_id])
-    cache.truncate(length)
-    found: list[int] = runner.logits(states[0]).argmax(dim=-1).tolist()
-    return found[:num]
 
 
 def unreached(logits: Tensor) -> list[int]:

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import AutoModelForCausalLM
 
-from specwire.engine.batch import Feed
-from specwire.engine.model.eagle3 import Eagle3Runner
 from tests.support.blocks import unreached
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_logits, markov_model
 from tests.support.tiny_models import VOCAB_SIZE, save
@@ -146,16 +144,6 @@ def save_markov_pair(directory: Path, *, is_hostile: bool = False) -> tuple[Path
         norm_before_residual=True,
     )
     return save(target, directory / "target"), drafter
-
-
-def drafted(runner: Eagle3Runner, cache: Any, token_id: int, num: int) -> list[int]:
-    """Greedy drafts after a token that follows the cache, which keeps its length."""
-    length, states, found = cache.length, None, [token_id]
-    for _ in range(num):
-        states = runner.advance([Feed(cache, [found[-1]])], states)
-        found.append(int(runner.logits(states)[0].argmax()))
-    cache.truncate(length)
-    return found[1:]
 
 
 def straight_logits(

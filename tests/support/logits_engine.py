@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.simulation.devices import LogitsDecider
 from specwire import SamplingParams
 from specwire.core import Proposal
-from specwire.engine.device import LogitsDecider
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.model.runner import ModelRunner
 from specwire.engine.thread import ComputeThread
 from tests.support.harness import LoopThread
+from tests.support.integrity import check_integrity
+from tests.support.jobs import result_of
 from verify_service.verifier import VerifyJob
 
 _TOLERANCE = 2e-5
@@ -52,7 +54,7 @@ class LogitsEngine:
         """Run them together and compare every row."""
 
         async def together() -> None:
-            await asyncio.gather(*(self.engine.run(job) for job in jobs))
+            await asyncio.gather(*(result_of(self.engine, job) for job in jobs))
 
         self._thread.run(together())
         for job in jobs:
@@ -71,7 +73,7 @@ class LogitsEngine:
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.engine._inbox.put(lambda: done.put(None))
         done.get(timeout=10)
-        self.runner.pool.check_integrity()
+        check_integrity(self.runner.pool)
 
     def close(self) -> None:
         self.engine.close()

@@ -17,7 +17,7 @@ import jsonschema
 import kubernetes_validate
 
 from coordinator import metrics as coordinator_metrics
-from draft_service import metrics as draft_metrics
+from draft_service import learner
 from specwire.cli import main as cli
 from specwire.config import client as client_config
 from specwire.config import services as config
@@ -47,7 +47,7 @@ HEALTH_SERVICES = {
     "coordinator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
 }
 METRICS: dict[str, Sequence[Metric[Any]]] = {
-    "draft": (*engine_metrics.TABLE, *draft_metrics.TABLE),
+    "draft": (*engine_metrics.TABLE, *learner.TABLE),
     "verify": engine_metrics.TABLE,
     "coordinator": coordinator_metrics.TABLE,
 }

@@ -11,8 +11,6 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from benchmarks.mtp_training import stored
-from specwire.engine.batch import Feed
-from specwire.engine.model.mtp import MtpRunner
 from tests.support import tiny_models
 from tests.support.pairs import MARKOV_VOCAB_SIZE
 
@@ -71,16 +69,6 @@ def save_markov_target(directory: Path, *, is_hostile: bool = False) -> Path:
         "eos_token_id": None,
     }
     return save_mtp_target(directory, spread=0.0, is_hostile=is_hostile, **sizes)
-
-
-def drafted(runner: MtpRunner, cache: Any, token_id: int, num: int) -> list[int]:
-    """Greedy drafts after a token that follows the cache, which keeps its length."""
-    length, states, found = cache.length, None, [token_id]
-    for depth in range(num):
-        states = runner.advance([Feed(cache, [found[-1]])], depth, states)
-        found.append(int(runner.logits(states)[0].argmax()))
-    cache.truncate(length)
-    return found[1:]
 
 
 def _stored(mtp: MtpModel, family: str, num_before: int) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from specwire.engine.cache.kv_cache import PagePool
+from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache, runs_of
 
 Content = TypeVar("Content")
 
@@ -19,3 +19,8 @@ def do_copies(pool: PagePool, memory: dict[int, Content]) -> None:
     if (copies := pool.copies.take()) is not None:
         contents = [memory[slot] for slot in copies.src.tolist()]
         memory.update(zip(copies.dst.tolist(), contents, strict=True))
+
+
+def runs_in(sequence: SequenceCache) -> list[Run]:
+    """Of its tokens in consecutive slots, in token order."""
+    return runs_of(sequence.pages, sequence.length, sequence.pool.page_size)

@@ -15,6 +15,8 @@ from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from tests.support.harness import LoopThread
+from tests.support.integrity import check_integrity
+from tests.support.jobs import result_of
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 PARAMS = SamplingParams(temperature=0, seed=1)
@@ -70,7 +72,7 @@ class Losing:
 
     def verify(self, base_len: int, tokens: list[int], draft: list[int]) -> list[int]:
         job = VerifyJob(self.sequence, base_len, tokens, proposal=Proposal(base_len + len(tokens), draft))
-        return list(self.thread.run(self.engine.run(job)).target_token_ids)
+        return list(self.thread.run(result_of(self.engine, job)).target_token_ids)
 
     def close(self) -> None:
         self.engine.close()
@@ -99,7 +101,7 @@ def test_a_step_that_was_lost_is_run_again_from_the_tokens(
     losing.runner.dies = {1}
     assert [losing.verify(0, PROMPT, [5, 6]), losing.verify(40, [9], [7, 8, 9])] == undisturbed
     assert losing.runner.steps == [42, 4, 44], "nothing is found in a cache that is gone"
-    losing.runner.pool.check_integrity()
+    check_integrity(losing.runner.pool)
 
 
 def test_a_loss_between_steps_is_mended_before_the_next_request(

@@ -25,6 +25,7 @@ from specwire.errors import ContextLengthError, InvalidRequestError, ModelLoadEr
 from specwire.proposals.tree import TokenTree, path_to
 from tests.support import encoder_decoders
 from tests.support.encoder_decoders import FAMILIES, LENGTH, MAX_DISTANCE, START, own_logits
+from tests.support.integrity import check_integrity
 from tests.support.logits_engine import LogitsEngine, Stream
 from verify_service.verifier import VerifyJob
 
@@ -61,7 +62,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_idle(runner: ModelRunner) -> None:
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -98,7 +99,7 @@ def test_forks_share_the_input_and_do_not_disturb_each_other(pair: tuple[Encoder
     with opened(runner, INPUTS[2]) as first:
         runner.forward([Feed(first, INPUTS[2] + text, 0)])
         with first.fork() as second:
-            assert runner.pool.num_shared_pages == first.num_pages
+            assert runner.pool.num_shared_pages == len(first.pages)
             second.truncate(len(INPUTS[2]) + 6)
             both = runner.forward([Feed(first, tokens_of(4, 3), 4), Feed(second, other, 4)])
             assert runner.pool.num_shared_pages >= len(INPUTS[2]) // PAGE_SIZE
@@ -250,9 +251,9 @@ def test_sequences_with_other_inputs_never_share_pages() -> None:
         sequence = TokenSequence(SamplingParams(seed=0, cache_salt=salt), 9, cache, 1)
         sequence.rebase(0, [*encoder_input, START, 5, 6, 7, 8])
         found.append(cache.reuse_prefix(sequence.tokens, 12))
-        cache.reserve(13 - cache.length)
+        cache.append(13 - cache.length)
         cache.remember(sequence.tokens)
-        pool.check_integrity()
+        check_integrity(pool)
         cache.release()
     assert found == [0, 0, 12, 0]
 
@@ -261,15 +262,15 @@ def test_an_input_is_held_whole_or_not_at_all() -> None:
     pool = PagePool(16, PAGE_SIZE)
     with pool.new_sequence() as cache:
         cache.encoder_len = 10
-        cache.reserve(14)
+        cache.append(14)
         cache.remember(list(range(14)))
         cache.truncate(10)
         assert cache.length == 10
         cache.truncate(9)
-        assert cache.length == cache.num_pages == 0
+        assert cache.length == len(cache.pages) == 0
         assert cache.reuse_prefix(list(range(14)), 9) == 0, "two of its three pages are known"
         assert cache.reuse_prefix(list(range(14)), 13) == 12
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 def test_a_request_that_ends_within_the_input_is_refused() -> None:

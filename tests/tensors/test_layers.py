@@ -15,6 +15,7 @@ from specwire.engine.layers.blocks import Blocks, ModelBlocks
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import EagerReplay
+from tests.support.integrity import check_integrity
 from tests.support.tiny_models import VOCAB_SIZE, build
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss")
@@ -71,7 +72,7 @@ def test_draft_passes_leave_no_trace() -> None:
     left_out = ModelBlocks(runner.model).without(parse_skip("layers", "a0,m1"))
     expected = _in_chunks(runner, None)
     torch.testing.assert_close(_in_chunks(runner, left_out), expected, atol=1e-5, rtol=1e-5)
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 

@@ -27,6 +27,7 @@ from specwire.engine.model.padded import INVARIANT_TOKENS, TOKEN_SIZES, Bucket, 
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import EagerReplay, Replay
+from tests.support.integrity import check_integrity
 from tests.support.tiny_models import VOCAB_SIZE, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,7 +107,7 @@ def test_a_recorded_step_equals_one_that_is_not(family: str) -> None:
     twins = _Twins(family, Traced(), page_size=16)
     _history(twins)
     assert twins.padded.num_graphs >= 4
-    twins.padded.pool.check_integrity()
+    check_integrity(twins.padded.pool)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_neox", "qwen3"])

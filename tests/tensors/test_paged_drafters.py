@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.generation import candidate_generator
 
 from specwire.engine.batch import Batch, Feed, Segments
+from specwire.engine.device import DraftQuery
 from specwire.engine.model import block, eagle3, mtp
 from specwire.engine.model.block import BlockRunner
+from specwire.engine.model.drafter import chain_logits
 from specwire.engine.model.eagle3 import Eagle3Runner
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.mtp import MtpRunner
@@ -29,6 +31,7 @@ from specwire.proposals.tree import TokenTree
 from tests.support import blocks
 from tests.support import eagle3 as eagles
 from tests.support import mtp as mtp_targets
+from tests.support.integrity import check_integrity
 from tests.support.pairs import save_target
 from tests.support.tiny_models import CONTEXT_LEN, MTP_FAMILIES, VOCAB_SIZE, build, save
 from tools.eagle3 import unrolled
@@ -42,14 +45,12 @@ class Drafter(NamedTuple):
 
     Attributes:
         load: loads what drafts once more, after the model.
-        drafted: greedy drafts after a token that follows a cache, which keeps its length.
         generator: of transformers; `settings` of its `generate` choose it. EAGLE-3 has none.
     """
 
     target: Path
     load: Callable[[Any], Any]
     runner: Any
-    drafted: Callable[[Any, Any, int, int], list[int]]
     generator: type[Any]
     settings: dict[str, Any]
 
@@ -61,13 +62,32 @@ class Drafter(NamedTuple):
         return model
 
 
+def _drafted(runner: Any, cache: Any, token_id: int, num: int) -> list[int]:
+    """Greedy drafts after a token that follows the cache, which keeps its length."""
+    length, found = cache.length, [token_id]
+    for logits in islice(chain_logits(runner, cache, found), num):
+        found.append(int(logits.argmax()))
+    cache.truncate(length)
+    return found[1:]
+
+
+def _query(rows: list[int], token_ids: list[int], depth: int) -> DraftQuery:
+    """Of nodes at one depth."""
+    columns = rows, token_ids, [depth] * len(rows)
+    return DraftQuery(depth == 0, *(np.array(column, np.int64) for column in columns))
+
+
+def _logits(_: object, logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
 def _drafter(name: str, directory: Path) -> Drafter:
     """Layers of one of `MTP_FAMILIES`, a block drafter, or EAGLE-3."""
     if name == "eagle3":
         target, saved = save_target(directory / "target"), eagles.save_eagle3(directory / name)
         model = load_model(target, dtype="float32")
         runner = Eagle3Runner(model, eagle3.load(saved, model), num_pages=64, page_size=4)
-        return Drafter(target, partial(eagle3.load, saved), runner, eagles.drafted, type(None), {})
+        return Drafter(target, partial(eagle3.load, saved), runner, type(None), {})
     if name != "block":
         target = mtp_targets.save_mtp_target(directory / "target", name, spread=0.6)
         model = load_model(target, dtype="float32")
@@ -75,7 +95,6 @@ def _drafter(name: str, directory: Path) -> Drafter:
             target,
             mtp.load,
             MtpRunner(model, mtp.load(model), num_pages=64, page_size=4),
-            mtp_targets.drafted,
             candidate_generator.MTPCandidateGenerator,
             {"use_mtp": True},
         )
@@ -86,7 +105,6 @@ def _drafter(name: str, directory: Path) -> Drafter:
         target,
         partial(block.load, saved),
         BlockRunner(model, block.load(saved, model), num_pages=160, page_size=4),
-        blocks.drafted,
         candidate_generator.DFlashTokenCandidateGenerator,
         {"speculation_type": "dflash", "assistant_model": assistant},
     )
@@ -125,7 +143,7 @@ def test_they_draft_what_transformers_does(drafter: Drafter, monkeypatch: pytest
         for before, token_ids in proposals:
             cache.truncate(min(cache.length, len(PROMPT)))
             runner.forward([Feed(cache, before[cache.length : -1])])
-            assert drafter.drafted(runner, cache, before[-1], len(token_ids)) == token_ids
+            assert _drafted(runner, cache, before[-1], len(token_ids)) == token_ids
 
 
 def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
@@ -133,7 +151,7 @@ def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
     runner, tokens = drafter.runner, (PROMPT * 3)[:21]
 
     def drafted(cache: Any) -> list[int]:
-        return drafter.drafted(runner, cache, 3, NUM_DRAFTS)
+        return _drafted(runner, cache, 3, NUM_DRAFTS)
 
     with runner.new_sequence() as whole:
         runner.forward([Feed(whole, tokens)])
@@ -153,9 +171,14 @@ def test_wherever_their_keys_come_from(drafter: Drafter) -> None:
         runner.forward([Feed(pieces, tokens[12:]), Feed(other, [4])])
         assert drafted(pieces) == expected
         if isinstance(runner, BlockRunner):
-            states = runner.block_states([other, pieces], [9, 3])
-            assert runner.logits(states[1]).argmax(dim=-1).tolist() == expected
-    runner.pool.check_integrity()
+            feeds = [Feed(other, runner.block([9])), Feed(pieces, runner.block([3]))]
+            found = []
+            for depth in range(NUM_DRAFTS):
+                query = _query([0, 1], [9, 3], depth)
+                found.append(int(runner.run_draft(feeds, query, None, _logits)[1].argmax()))
+                feeds = []
+            assert found == expected
+    check_integrity(runner.pool)
 
 
 @step_by_step
@@ -168,7 +191,7 @@ def test_after_a_path_of_a_tree(drafter: Drafter) -> None:
         tree = TokenTree(len(PROMPT), tuple(parents))
         runner.forward([Feed(kept, [*PROMPT, *nodes], 1, tree)])
         kept.keep(len(PROMPT), [1, 2, 3])
-        assert drafter.drafted(runner, kept, 3, 3) == drafter.drafted(runner, plain, 3, 3)
+        assert _drafted(runner, kept, 3, 3) == _drafted(runner, plain, 3, 3)
 
 
 @layers
@@ -177,9 +200,9 @@ def test_a_full_cache(drafter: Drafter) -> None:
     runner = drafter.runner
     with runner.new_sequence() as cache, runner.new_sequence() as other:
         runner.forward([Feed(cache, PROMPT)])
-        other.reserve(runner.pool.num_free_pages * runner.pool.page_size)
+        other.append(runner.pool.num_free_pages * runner.pool.page_size)
         with pytest.raises(ResourceExhaustedError):
-            runner.advance([Feed(cache, [1])], 0, None)
+            next(chain_logits(runner, cache, [1]))
         assert cache.length == len(PROMPT)
 
 
@@ -189,7 +212,7 @@ def test_the_end_of_the_context(drafter: Drafter) -> None:
     with drafter.runner.new_sequence() as cache:
         drafter.runner.forward([Feed(cache, [1] * length)])
         with pytest.raises(ContextLengthError):
-            drafter.runner.block_states([cache], [1])
+            next(chain_logits(drafter.runner, cache, [1]))
         assert cache.length == length
 
 
@@ -251,7 +274,9 @@ def test_a_published_block_drafter_computes_what_a_straight_implementation_does(
     with runner.new_sequence() as cache:
         runner.forward([Feed(cache, PROMPT[:3])])
         runner.forward([Feed(cache, PROMPT[3:-1])])
-        found = runner.logits(runner.block_states([cache], PROMPT[-1:])[0])
+        assert runner.draft_shape is not None
+        block_of_last = PROMPT[-1:] * runner.draft_shape.longest
+        found = torch.cat([*chain_logits(runner, cache, block_of_last)])
     tensors = blocks.published_tensors(target_ids=() if layout == "z-lab" else ids)
     expected = blocks.straight_logits(target, tensors, PROMPT, 7)[0 if given else 1 :]
     torch.testing.assert_close(found[:, ids], expected, atol=1e-4, rtol=0)
@@ -310,10 +335,12 @@ def test_eagle3_computes_what_a_straight_implementation_does(
     with runner.new_sequence() as cache:
         runner.forward([Feed(cache, PROMPT[:3])])
         runner.forward([Feed(cache, PROMPT[3:-1])])
-        states = [runner.advance([Feed(cache, PROMPT[-1:])], None)]
-        states.append(runner.advance([Feed(cache, [17, 23], 1, tree)], states[0].repeat(2, 1)))
-        states.append(runner.advance([Feed(cache, [9, 40], 1, tree)], states[1]))
-    found = runner.logits(torch.cat(states))
+        passes = [
+            (Feed(cache, PROMPT[-1:]), _query([0], PROMPT[-1:], 0)),
+            (Feed(cache, [17, 23], 1, tree), _query([0, 0], [17, 23], 1)),
+            (Feed(cache, [9, 40], 1, tree), _query([1, 2], [9, 40], 2)),
+        ]
+        found = torch.cat([runner.run_draft([feed], query, None, _logits) for feed, query in passes])
     assert torch.equal(found.isfinite().sum(0).nonzero()[:, 0], torch.tensor(ids))
     for path, rows in (([17, 9], [0, 1, 3]), ([23, 40], [0, 2, 4])):
         torch.testing.assert_close(found[rows][:, ids], expected([*PROMPT, *path], 3), atol=1e-4, rtol=0)
@@ -337,12 +364,9 @@ def test_eagle3_is_trained_on_what_it_will_compute(tmp_path: Path) -> None:
         tokens = windows[window].tolist()
         with runner.new_sequence() as cache:
             runner.forward([Feed(cache, tokens[:first])])
-            found = None
-            for step in range(3):
-                found = runner.advance([Feed(cache, [tokens[first + step]])], found)
-                torch.testing.assert_close(
-                    found[0], steps[step][window, first + step - 1], atol=1e-5, rtol=1e-5
-                )
+            for step, logits in enumerate(chain_logits(runner, cache, tokens[first : first + 3])):
+                expected = drafter.logits(steps[step][window, first + step - 1])
+                torch.testing.assert_close(logits[0, drafter.target_ids], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

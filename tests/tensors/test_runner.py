@@ -25,6 +25,8 @@ from specwire.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from tests.support.integrity import check_integrity
+from tests.support.slot_memory import runs_in
 from tests.support.tiny_models import (
     EXTRA_FAMILIES,
     FAMILIES,
@@ -67,7 +69,7 @@ def _assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE
 
 
 def _assert_idle(runner: ModelRunner) -> None:
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -117,7 +119,7 @@ class _History:
     def run(self, num_operations: int) -> None:
         for _ in range(num_operations):
             self._operation()
-            self.runner.pool.check_integrity()
+            check_integrity(self.runner.pool)
         for cache, _ in self.live:
             cache.release()
         _assert_idle(self.runner)
@@ -175,7 +177,7 @@ def _scattered(runner: ModelRunner, token_ids: list[int]) -> SequenceCache:
             blocker.release()
     cache = runner.new_sequence()
     runner.forward([Feed(cache, token_ids, 0)])
-    assert len(cache.runs()) == cache.num_pages
+    assert len(runs_in(cache)) == len(cache.pages)
     return cache
 
 
@@ -207,7 +209,7 @@ def test_sequences_that_share_pages_beside_others(family: str) -> None:
         rows = runner.forward(feeds).split(sizes)
         for text, size, logits in zip(texts, sizes, rows, strict=True):
             _assert_close(logits, _reference(family, text)[-size:])
-    assert any(len(cache.runs()) > 1 for cache in caches)
+    assert any(len(runs_in(cache)) > 1 for cache in caches)
 
 
 def test_long_queries_over_scattered_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_no_copy_of_the_cache(num_tokens: int) -> None:
     with runner.new_sequence() as cache:
         for length in (40, 480):
             runner.forward([Feed(cache, _tokens(length - cache.length), 0)])
-            assert len(cache.runs()) == 1
+            assert len(runs_in(cache)) == 1
             _allocated_bytes(runner, cache, num_tokens)  # fills the mask templates
             allocated.append(_allocated_bytes(runner, cache, num_tokens))
     grown = allocated[1] - allocated[0]
@@ -271,7 +273,7 @@ def test_errors_leave_the_caches_as_they_were() -> None:
     with pytest.raises(ResourceExhaustedError):
         runner.forward([Feed(child, [5], 1), Feed(two, _tokens(40), 1)])
     assert (one.length, child.length, two.length) == (6, 6, 0)
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     logits = runner.forward([Feed(child, [7], 1), Feed(one, [8], 1)])
     _assert_close(logits[:1], _reference("llama", [*_tokens(6), 7])[-1:])
     _assert_close(logits[1:], _reference("llama", [*_tokens(6), 8])[-1:])
@@ -290,7 +292,7 @@ def test_a_failing_model_leaves_the_caches_as_they_were(monkeypatch: pytest.Monk
         runner.forward([Feed(cache, _tokens(20), 1)])
     assert cache.length == 6
     assert runner.pool.num_held_pages == 2
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
 
 
 def test_invalid_feeds_are_refused() -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from benchmarks.simulation.devices import LogitsDecider
 from specwire import AsyncClient, SamplingParams
 from specwire.core import Proposal
 from specwire.engine.batch import Feed
-from specwire.engine.device import LogitsDecider
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from tests.support.harness import LoopThread, local_stack
+from tests.support.jobs import result_of
 from verify_service.verifier import VerifyJob
 
 PARAMS = SamplingParams(seed=0)
@@ -69,12 +70,12 @@ def test_running_streams_do_not_wait_for_a_long_prompt(counting: CountingEngine)
     reader, prompt = engine.open(PARAMS, 5), engine.open(PARAMS, 1000)
 
     async def both() -> None:
-        await engine.run(VerifyJob(reader, 0, [1] * 5))
+        await result_of(engine, VerifyJob(reader, 0, [1] * 5))
         counting.steps.clear()
-        long = asyncio.create_task(engine.run(VerifyJob(prompt, 0, [2] * 1000)))
+        long = asyncio.create_task(result_of(engine, VerifyJob(prompt, 0, [2] * 1000)))
         length = 5
         while not long.done():
-            await engine.run(VerifyJob(reader, length, [3], proposal=Proposal(length + 1, [4, 5])))
+            await result_of(engine, VerifyJob(reader, length, [3], proposal=Proposal(length + 1, [4, 5])))
             length += 1
         await long
 
@@ -89,7 +90,7 @@ def test_a_prompt_without_company_takes_whole_steps(counting: CountingEngine) ->
     prompt = counting.engine.open(PARAMS, 1000)
 
     async def run() -> None:
-        await counting.engine.run(VerifyJob(prompt, 0, [2] * 1000))
+        await result_of(counting.engine, VerifyJob(prompt, 0, [2] * 1000))
 
     counting.thread.run(run())
     assert [sum(step) for step in counting.steps] == [400, 400, 200]
@@ -105,11 +106,11 @@ def test_the_oldest_sequence_gets_on_whatever_the_others_do() -> None:
     async def read(reader: TokenSequence, long: asyncio.Task[Any]) -> None:
         length = 5
         while not long.done():
-            await engine.run(VerifyJob(reader, 0, [1] * length))
+            await result_of(engine, VerifyJob(reader, 0, [1] * length))
             length = min(length + 1, 60)
 
     async def all_of_them() -> None:
-        long = asyncio.create_task(engine.run(VerifyJob(prompt, 0, [2] * 300)))
+        long = asyncio.create_task(result_of(engine, VerifyJob(prompt, 0, [2] * 300)))
         await asyncio.gather(*(read(reader, long) for reader in readers))
 
     made.thread.run(all_of_them(), timeout_s=20)
@@ -134,7 +135,7 @@ def test_an_answer_may_come_before_anyone_waits_for_it(counting: CountingEngine)
     sequence = engine.open(PARAMS, 5)
     job = VerifyJob(sequence, 0, [1] * 5)
     engine._inbox = Slow()  # type: ignore[assignment]
-    assert counting.thread.run(engine.run(job), timeout_s=10) is True
+    assert counting.thread.run(result_of(engine, job), timeout_s=10) is True
 
 
 def test_streams_that_began_apart_share_their_steps() -> None:
@@ -162,9 +163,9 @@ def test_a_stream_that_is_slow_to_return_delays_no_other(counting: CountingEngin
 
     async def run() -> None:
         for sequence in (quick, slow):
-            await engine.run(VerifyJob(sequence, 0, [1] * 5))
+            await result_of(engine, VerifyJob(sequence, 0, [1] * 5))
         await asyncio.sleep(0.05)
-        await asyncio.gather(*(engine.run(VerifyJob(s, 5, [1])) for s in (quick, slow)))
+        await asyncio.gather(*(result_of(engine, VerifyJob(s, 5, [1])) for s in (quick, slow)))
 
     counting.thread.run(run())
     assert slow.turnaround_ns >= 50e6

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.simulation.devices import LogitsDecider
 from specwire import SamplingParams
 from specwire.engine.attention import varlen, views
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.batch import Batch, Feed, Segment
 from specwire.engine.cache.kv_cache import Run, SequenceCache
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
-from specwire.engine.counts import StepCounts
-from specwire.engine.device import LogitsDecider
+from specwire.engine.counts import EngineStatus
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.jobs import Job, TokenSequence
@@ -27,6 +27,8 @@ from specwire.engine.schedule import Scheduler
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.proposals.tree import TokenTree, path_to
 from specwire.rule.captured import EagerReplay
+from tests.support.integrity import check_integrity
+from tests.support.slot_memory import runs_in
 from tests.support.tiny_models import (
     CONTEXT_LEN,
     EXTRA_FAMILIES,
@@ -120,7 +122,7 @@ def test_a_node_has_the_logits_of_its_own_path(family: str) -> None:
                 tree = tree.extended(drawn.tree.parents[len(tree.parents) : num_grown])
                 rows.append(runner.forward([_feed(grown, drawn, tree.end, tree)]))
             _assert_close(torch.cat(rows), expected)
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -137,7 +139,7 @@ def test_over_scattered_pages(family: str) -> None:
     with runner.new_sequence() as cache:
         runner.forward([_feed(cache, drawn, PREFIX_LEN - 1)])
         _assert_close(runner.forward([_feed(cache, drawn)]), _expected(family, drawn))
-        assert len(cache.runs()) == cache.num_pages
+        assert len(runs_in(cache)) == len(cache.pages)
 
 
 @pytest.mark.parametrize("family", _KINDS_OF_ATTENTION)
@@ -244,7 +246,7 @@ def test_accepted_nodes_are_not_run_again(family: str) -> None:
         num_run, logits = rounds.verify()
         assert num_run == 1
         _assert_close(logits, _alone(family, [committed])[0][-1:])
-        runner.pool.check_integrity()
+        check_integrity(runner.pool)
         sequence.cache.release()
     assert runner.pool.num_held_pages == 0
 
@@ -276,7 +278,7 @@ def test_what_is_run_again() -> None:
             assert num_run > 1
         for cache in (sequence.cache, *([fork] if fork else [])):
             cache.release()
-    runner.pool.check_integrity()
+    check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
 
 
@@ -312,7 +314,7 @@ class _Steps:
         self.sequences: list[TokenSequence] = []
         self.scheduler = Scheduler(self.sequences, **options)  # type: ignore[arg-type]
         decider = LogitsDecider(self._consume)
-        self.executor = StepExecutor(runner, decider, Replies(), StepCounts(), prefix_sharing=True)
+        self.executor = StepExecutor(runner, decider, Replies(), EngineStatus(), prefix_sharing=True)
 
     def run(self, token_ids: list[int], tree: TokenTree | None = None) -> TokenSequence:
         """Open a sequence with these tokens, and run them."""
@@ -353,7 +355,7 @@ def test_only_committed_tokens_name_pages() -> None:
     _assert_close(steps.logits, _alone("llama", [committed])[0][-1:])
     for one in steps.sequences:
         one.cache.release()
-    steps.runner.pool.check_integrity()
+    check_integrity(steps.runner.pool)
     assert steps.runner.pool.num_held_pages == 0
 
 

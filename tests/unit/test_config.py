@@ -22,7 +22,7 @@ from specwire.config.link import Link, ProxyConfig
 from specwire.config.parser import TITLES, add_config_file, add_flags
 from specwire.config.serve import ServeConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.config.speculative import SpeculativeConfig
+from specwire.config.speculative import METHODS, SpeculativeConfig
 from specwire.config.stack import UpConfig
 from specwire.errors import ConfigError, ModelLoadError
 
@@ -534,8 +534,8 @@ class TestSpeculativeConfig:
             ('{"method": ["ngram"]}', "method=['ngram']: is not one of ngram"),
             (
                 '{"method": "eagle2", "model": "org/head", "num_speculative_tokens": 3}',
-                "method='eagle2': is not one of ngram, suffix, unigram, bigram, trigram, draft_model, heads, "
-                "medusa, layers, mtp, dflash, eagle3",
+                f"method='eagle2': is not one of {', '.join(METHODS)}, draft_model, heads, medusa, layers, "
+                "mtp, dflash, eagle3",
             ),
             (
                 '{"method": "bigram", "prompt_lookup_max": 4}',

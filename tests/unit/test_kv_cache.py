@@ -8,20 +8,28 @@ import time
 import numpy as np
 import pytest
 
-from specwire.engine.cache.kv_cache import IntegrityError, PagePool, Run, SequenceCache
+from specwire.engine.cache.kv_cache import PagePool, Run, SequenceCache
 from specwire.errors import InternalError, InvalidRequestError, ResourceExhaustedError
-from tests.support.slot_memory import after_copies, do_copies
+from specwire.support import IntArray
+from tests.support.integrity import IntegrityError, check_integrity, open_sequences
+from tests.support.slot_memory import after_copies, do_copies, runs_in
+
+
+def appended(sequence: SequenceCache, num_tokens: int) -> IntArray:
+    """The slots of the new tokens."""
+    sequence.append(num_tokens)
+    return sequence.slots(sequence.length - num_tokens, sequence.length)
 
 
 def test_slots_follow_the_page_table() -> None:
     pool = PagePool(8, 4)
     sequence = pool.new_sequence()
-    first, second = sequence.append(3), sequence.append(6)
+    first, second = appended(sequence, 3), appended(sequence, 6)
     assert first.dtype == np.int64
     assert [*first, *second] == list(range(9))
     assert sequence.length == 9
-    assert sequence.num_pages == pool.num_held_pages == 3
-    assert sequence.runs() == [Run(0, 9)]
+    assert len(sequence.pages) == pool.num_held_pages == 3
+    assert runs_in(sequence) == [Run(0, 9)]
     assert sequence.slots(2, 5).tolist() == [2, 3, 4]
 
 
@@ -34,8 +42,8 @@ def test_truncate_frees_pages_at_once() -> None:
     sequence.truncate(5)
     assert (pool.num_free_pages, sequence.length) == (6, 5)
     sequence.truncate(0)
-    assert (pool.num_free_pages, sequence.runs()) == (8, [])
-    pool.check_integrity()
+    assert (pool.num_free_pages, runs_in(sequence)) == (8, [])
+    check_integrity(pool)
 
 
 @pytest.mark.parametrize("length", [-1, 4])
@@ -54,12 +62,12 @@ def test_exhaustion_changes_nothing() -> None:
     two.append(5)
     with pytest.raises(ResourceExhaustedError, match="full"):
         one.append(3)
-    assert (one.length, one.num_pages, pool.num_free_pages) == (6, 2, 0)
-    pool.check_integrity()
-    assert one.append(2).size == 2  # what is left of its own page
+    assert (one.length, len(one.pages), pool.num_free_pages) == (6, 2, 0)
+    check_integrity(pool)
+    one.append(2)  # what is left of its own page
     two.release()
     one.append(3)
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_fork_shares_until_the_first_write() -> None:
@@ -70,7 +78,7 @@ def test_fork_shares_until_the_first_write() -> None:
     assert pool.num_held_pages == 2
     assert child.pages_needed(1) == 1
     shared_page = parent.pages[1]
-    slots, copies = child.append(1), pool.copies.take()
+    slots, copies = appended(child, 1), pool.copies.take()
     assert copies is not None
     assert copies.src.tolist() == [shared_page * 4, shared_page * 4 + 1]
     assert copies.dst.tolist() == [child.pages[1] * 4, child.pages[1] * 4 + 1]
@@ -79,7 +87,7 @@ def test_fork_shares_until_the_first_write() -> None:
     assert slots.tolist() == [child.pages[1] * 4 + 2]
     parent.append(1)
     assert pool.copies.take() is None, "the last holder writes in place"
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_full_pages_are_never_copied() -> None:
@@ -100,7 +108,7 @@ def test_copy_on_write_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ResourceExhaustedError):
         child.append(1)
     assert (child.length, child.pages) == (2, parent.pages)
-    pool.check_integrity()
+    check_integrity(pool)
     parent.release()
     child.append(1)
     assert pool.copies.take() is None
@@ -111,11 +119,11 @@ def test_release_is_idempotent_and_final() -> None:
     with pool.new_sequence() as sequence:
         sequence.append(5)
     sequence.release()
-    assert (pool.num_held_pages, pool.num_sequences) == (0, 0)
+    assert (pool.num_held_pages, open_sequences(pool)) == (0, [])
     for use in (lambda: sequence.append(1), sequence.fork):
         with pytest.raises(InternalError):
             use()
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 64])
@@ -125,8 +133,8 @@ def test_sequences_that_grow_together_stay_contiguous(num_sequences: int) -> Non
     for _ in range(200):
         for sequence in sequences:
             sequence.append(1)
-    assert {len(sequence.runs()) for sequence in sequences} == {1}
-    pool.check_integrity()
+    assert {len(runs_in(sequence)) for sequence in sequences} == {1}
+    check_integrity(pool)
 
 
 def test_few_runs_in_a_long_lived_pool() -> None:
@@ -140,9 +148,9 @@ def test_few_runs_in_a_long_lived_pool() -> None:
             one.append(8)
         while pool.num_held_pages > 0.7 * pool.num_pages:
             done = live.pop(rng.randrange(len(live)))
-            runs.append(len(done.runs()))
+            runs.append(len(runs_in(done)))
             done.release()
-    pool.check_integrity()
+    check_integrity(pool)
     assert np.mean(runs) < 2.5
 
 
@@ -160,13 +168,13 @@ def test_a_large_pool_is_cheap() -> None:
 def test_tokens_that_are_kept_move_together() -> None:
     pool = PagePool(8, 4)
     sequence = pool.new_sequence()
-    slots = sequence.append(11).tolist()
+    slots = appended(sequence, 11).tolist()
     sequence.keep(2, [0, 1, 4, 8])
     copies = pool.copies.take()
     assert copies is not None
     assert (copies.src.tolist(), copies.dst.tolist()) == ([slots[6], slots[10]], [slots[4], slots[5]])
     assert (sequence.length, pool.num_held_pages) == (6, 2)
-    pool.check_integrity()
+    check_integrity(pool)
     with pytest.raises(InvalidRequestError, match="only 4 tokens are held from 2"):
         sequence.keep(2, [0, 4])
 
@@ -189,7 +197,7 @@ def test_nothing_moves_into_a_page_that_others_read(kept: list[int], num_left: i
     with sequence.fork():
         sequence.keep(2, kept)
         assert (sequence.length, pool.copies.take()) == (num_left, None)
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 @pytest.mark.sample(1)
@@ -204,16 +212,16 @@ def test_random_histories(seed: int) -> None:
     live: list[tuple[SequenceCache, list[int]]] = []
     for step in range(1500):
         _random_operation(rng, pool, live, memory, step)
-        pool.check_integrity()
+        check_integrity(pool)
         seen = after_copies(pool, memory)
         for sequence, tokens in live:
             assert [seen[slot] for slot in sequence.slots(0, sequence.length)] == tokens
-            spelled = [s + i for s, n in sequence.runs() for i in range(n)]
+            spelled = [s + i for s, n in runs_in(sequence) for i in range(n)]
             assert spelled == sequence.slots(0, sequence.length).tolist()
     for sequence, _ in live:
         sequence.release()
     assert pool.num_free_pages == pool.num_pages
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def _random_operation(
@@ -251,7 +259,7 @@ def _random_operation(
 
 def _append(sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, int]) -> None:
     try:
-        slots = sequence.append(len(new))
+        slots = appended(sequence, len(new))
     except ResourceExhaustedError:
         return
     do_copies(sequence.pool, memory)
@@ -265,7 +273,7 @@ def test_integrity_names_a_lost_reference() -> None:
     sequence.append(5)
     pool.share(sequence.pages[:1])
     with pytest.raises(IntegrityError, match="page 0: 2 references, 1 tables"):
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 def test_integrity_names_a_wrong_length() -> None:
@@ -274,7 +282,7 @@ def test_integrity_names_a_wrong_length() -> None:
     sequence.append(5)
     sequence.length = 4
     with pytest.raises(AssertionError, match="length 4"):
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(0, 4), (4, 0)])

@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from specwire.engine.cache.kv_cache import IntegrityError, PagePool, SequenceCache
+from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.cache.prefix import ROOT, page_digest, root
 from specwire.errors import InternalError, ResourceExhaustedError
-from tests.support.slot_memory import do_copies
+from tests.support.integrity import IntegrityError, check_integrity
+from tests.support.slot_memory import do_copies, runs_in
 
 SIZE = 4
 
@@ -22,7 +23,7 @@ def filled(pool: PagePool, tokens: list[int], salt: str = "") -> SequenceCache:
     sequence.reuse_prefix(tokens, len(tokens))
     sequence.append(len(tokens) - sequence.length)
     sequence.remember(tokens)
-    pool.check_integrity()
+    check_integrity(pool)
     return sequence
 
 
@@ -45,7 +46,7 @@ def test_complete_pages_are_found_again_and_shared() -> None:
     second = pool.new_sequence()
     assert second.reuse_prefix(list(range(12)), 12) == 8, "the third page is not complete"
     assert second.pages == first.pages[:2]
-    assert second.runs() == [(0, 8)]
+    assert runs_in(second) == [(0, 8)]
     assert (pool.num_held_pages, pool.num_cached_pages) == (3, 0)
     first.release()
     assert (pool.num_held_pages, pool.num_cached_pages) == (2, 0)
@@ -53,7 +54,7 @@ def test_complete_pages_are_found_again_and_shared() -> None:
     assert (pool.num_held_pages, pool.num_cached_pages, pool.num_free_pages) == (0, 2, 8)
     assert found(pool, [0, 1, 2, 3, 9, 9, 9, 9]) == 4
     assert found(pool, [9, 1, 2, 3]) == 0
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_another_salt_finds_nothing() -> None:
@@ -72,7 +73,7 @@ def test_another_salt_finds_nothing() -> None:
     assert [found(pool, more, salt) for salt in salts] == [12, 12, 16], "forks and rolled back ones keep it"
     with pool.new_sequence() as greedy:
         greedy.append(61 * SIZE)  # all that is not held
-    pool.check_integrity()
+    check_integrity(pool)
     assert (found(pool, tokens), found(pool, tokens, "alice"), found(pool, tokens, "bob")) == (12, 0, 0)
 
 
@@ -107,7 +108,7 @@ def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written()
     assert found(pool, tokens) == 12, "nothing was overwritten yet"
     sequence.append(1)
     assert pool.copies.take() is None
-    pool.check_integrity()
+    check_integrity(pool)
     assert (found(pool, tokens), pool.num_cached_pages) == (4, 0)
     sequence.append(1)
     sequence.remember([*tokens[:6], 50, 51])
@@ -123,7 +124,7 @@ def test_a_rollback_into_a_page_that_others_read_copies_it() -> None:
     copies = pool.copies.take()
     assert copies is not None
     assert copies.src.tolist() == [first.pages[1] * SIZE, first.pages[1] * SIZE + 1]
-    pool.check_integrity()
+    check_integrity(pool)
     assert found(pool, tokens) == 8
 
 
@@ -134,7 +135,7 @@ def test_the_same_content_twice_is_known_once() -> None:
     for sequence in (first, second):
         sequence.append(8)
         sequence.remember(tokens)
-    pool.check_integrity()
+    check_integrity(pool)
     second.release()
     assert (pool.num_cached_pages, pool.num_held_pages) == (0, 2)
     first.release()
@@ -148,12 +149,14 @@ def test_the_least_recently_used_goes_first_and_of_a_chain_the_deepest_page() ->
     filled(pool, young).release()
     assert (pool.num_cached_pages, pool.num_free_pages) == (4, 6)
     assert found(pool, old) == 8  # used again: now `young` is the older one
-    for _ in range(2):
-        pool.new_sequence().append(SIZE)
+    holding = [pool.new_sequence() for _ in range(2)]
+    for sequence in holding:
+        sequence.append(SIZE)
     assert (pool.num_cached_pages, pool.num_free_pages) == (4, 4), "free pages are taken first"
     for expected in ((8, 4), (8, 0), (4, 0), (0, 0)):
-        pool.new_sequence().append(SIZE)
-        pool.check_integrity()
+        holding.append(pool.new_sequence())
+        holding[-1].append(SIZE)
+        check_integrity(pool)
         assert (found(pool, young), found(pool, old))[::-1] == expected
     with pytest.raises(ResourceExhaustedError, match="0 of 6 are free"):
         pool.new_sequence().append(1)
@@ -175,12 +178,12 @@ def test_no_orphan_stays_when_a_page_in_front_goes() -> None:
     known.release()
     hungry = pool.new_sequence()
     hungry.append(4 * SIZE)
-    pool.check_integrity()
+    check_integrity(pool)
     assert found(pool, tokens) == 0
     hungry.release()
     twin.append(4)
     twin.remember(tokens)
-    pool.check_integrity()
+    check_integrity(pool)
     assert found(pool, tokens) == 12
 
 
@@ -196,9 +199,9 @@ def test_growth_stays_contiguous_when_all_memory_is_cached() -> None:
             sequence.remember(own)
         while pool.num_held_pages > 0.2 * pool.num_pages:
             sequence, _ = live.pop(rng.randrange(len(live)))
-            runs.append(len(sequence.runs()))
+            runs.append(len(runs_in(sequence)))
             sequence.release()
-    pool.check_integrity()
+    check_integrity(pool)
     assert pool.num_cached_pages > 100
     assert np.mean(runs) < 4
 
@@ -212,14 +215,14 @@ def test_what_is_found_holds_the_right_tokens(seed: int) -> None:
     num_found = 0
     for _ in range(1000):
         num_found += _random_operation(rng, pool, live, memory)
-        pool.check_integrity()
+        check_integrity(pool)
         for sequence, tokens in live:
             slots = sequence.slots(0, sequence.length).tolist()
             assert [memory[slot] for slot in slots] == [tuple(tokens[: i + 1]) for i in range(len(tokens))]
     assert num_found > 50
     for sequence, _ in live:
         sequence.release()
-    pool.check_integrity()
+    check_integrity(pool)
     assert (pool.num_held_pages, pool.num_free_pages) == (0, 24)
 
 
@@ -254,7 +257,8 @@ def _append(
     sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, tuple[int, ...]]
 ) -> None:
     try:
-        slots = sequence.append(len(new))
+        sequence.append(len(new))
+        slots = sequence.slots(sequence.length - len(new), sequence.length)
     except ResourceExhaustedError:
         return
     do_copies(sequence.pool, memory)
@@ -269,7 +273,7 @@ def test_integrity_names_a_page_both_free_and_findable() -> None:
     sequence = filled(pool, list(range(8)))
     pool._index.add(ROOT, b"elsewhere", 3)
     with pytest.raises(IntegrityError, match=r"\[3\] are both free and findable"):
-        pool.check_integrity()
+        check_integrity(pool)
     sequence.release()
 
 
@@ -279,4 +283,4 @@ def test_integrity_names_an_orphan() -> None:
     sequence.append(4)
     pool._index.add(b"nobody", b"orphan", sequence.pages[2])
     with pytest.raises(IntegrityError, match="its parent is not known"):
-        pool.check_integrity()
+        check_integrity(pool)

@@ -76,11 +76,11 @@ class TestForecast:
         for num_accepted in (0, 1, 2, 3, 3, 3):
             forecast.add(3, num_accepted, 0)
         candidates = [[10 * k + r for r in range(8)] for k in range(4)]
-        outcomes = forecast.outcomes(3, candidates, least=0.0)
+        outcomes = forecast.outcomes([1, 2, 3], candidates, least=0.0)
         assert 0.8 < sum(likely.probability for likely in outcomes) <= 1 + 1e-9
         assert outcomes == sorted(outcomes, key=lambda likely: -likely.probability)
-        assert {likely.num_accepted for likely in outcomes} == {0, 1, 2, 3}
-        assert all(likely.next_token // 10 == likely.num_accepted for likely in outcomes)
+        assert {len(likely.token_ids) for likely in outcomes} == {1, 2, 3, 4}
+        assert all(likely.token_ids[:-1] == (1, 2, 3)[: likely.token_ids[-1] // 10] for likely in outcomes)
 
     def test_it_follows_the_text(self) -> None:
         shared = SharedForecast()
@@ -89,13 +89,15 @@ class TestForecast:
             easy.add(4, 4, 0)
             hard.add(4, 0, 1)
         names = [range(8)] * 5
-        assert easy.outcomes(4, names, 0.0)[0].num_accepted == 4
-        assert hard.outcomes(4, names, 0.0)[0].num_accepted == 0
+        assert len(easy.outcomes(range(4), names, 0.0)[0].token_ids) == 5
+        assert len(hard.outcomes(range(4), names, 0.0)[0].token_ids) == 1
         assert sum(easy.bonus_probabilities(4)) > 5 * sum(hard.bonus_probabilities(4))
 
     def test_the_unlikely_is_left_out(self) -> None:
         forecast = Forecast(SharedForecast())
         names = [range(8)] * 5
-        every = forecast.outcomes(4, names, least=0.0)
+        every = forecast.outcomes(range(4), names, least=0.0)
         assert len(every) == 40
-        assert forecast.outcomes(4, names, least=0.01) == [each for each in every if each.probability >= 0.01]
+        assert forecast.outcomes(range(4), names, least=0.01) == [
+            each for each in every if each.probability >= 0.01
+        ]

@@ -9,6 +9,7 @@ from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import PrefixMismatchError
 from specwire.proposals.tree import TokenTree
+from tests.support.integrity import check_integrity
 
 HELD = [1, 2, 3, 4, 5, 6]
 
@@ -66,7 +67,7 @@ def test_of_a_tree_the_committed_path_stays_computed(committed: list[int], num_r
     sequence.rebase(2, [3, *committed])
     assert (sequence.tokens, sequence.tree) == ([1, 2, 3, *committed], None)
     assert len(sequence.tokens) - cache.length == num_run
-    cache.pool.check_integrity()
+    check_integrity(cache.pool)
 
 
 def test_a_fork_of_a_sequence_with_a_tree_has_what_precedes_it() -> None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import itertools
 import operator
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,10 +42,6 @@ _POOL_PAGES_PER_EVICTION = 64
 
 MOST_NAMED_STATES = 64
 """States of recurrent layers that new sequences can begin with."""
-
-
-class IntegrityError(InternalError, AssertionError):
-    """The bookkeeping is inconsistent; a defect of the engine, never of a caller."""
 
 
 class Run(NamedTuple):
@@ -112,7 +107,6 @@ class PagePool:
         self.copies = PendingCopies()
         self._free = FreeIntervals(num_pages)
         self._index = PrefixIndex()
-        self._tables: dict[int, SequenceCache] = {}
 
     @property
     def num_free_pages(self) -> int:
@@ -129,11 +123,6 @@ class PagePool:
         """Pages that at least one sequence holds; a shared page counts once."""
         return self.num_pages - self.num_free_pages
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences not yet released."""
-        return len(self._tables)
-
     def new_sequence(self) -> SequenceCache:
         """An empty sequence; it holds no page yet."""
         return SequenceCache(self)
@@ -141,10 +130,6 @@ class PagePool:
     def is_shared(self, page: int) -> bool:
         """True while more than one sequence holds the page."""
         return self._references[page] > 1
-
-    def is_private(self, page: int) -> bool:
-        """True while one sequence holds the page and no other can find it: it may be written as it is."""
-        return self._references[page] == 1 and not self._index.knows(page)
 
     def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
         """Take pages with one reference each, contiguous where possible and following `after`.
@@ -246,55 +231,11 @@ class PagePool:
         for page in range(self.num_pages):
             self.forget(page)
 
-    def register(self, table: SequenceCache) -> None:
-        """Include this table in `check_integrity` until `unregister`."""
-        self._tables[id(table)] = table
-
-    def unregister(self, table: SequenceCache) -> None:
-        """Remove a released table."""
-        self._tables.pop(id(table), None)
-
-    def check_integrity(self) -> None:
-        """Check that free + cached + held = total and that each count equals the tables holding the page.
-
-        Raises:
-            IntegrityError: naming what is wrong.
-        """
-        held: Counter[int] = Counter()
-        for table in self._tables.values():
-            table.check_integrity()
-            held.update(table.pages)
-        for page, count in enumerate(self._references):
-            if count != held[page]:
-                raise IntegrityError(f"page {page}: {count} references, {held[page]} tables hold it")
-        if (num_shared := sum(count > 1 for count in self._references)) != self.num_shared_pages:
-            raise IntegrityError(f"{self.num_shared_pages} pages counted shared, {num_shared} are")
-        self._check_free(held)
-        unfinished = {slot // self.page_size for slot in self.copies.sources}
-        if findable := [page for page in unfinished if self._index.knows(page)]:
-            raise IntegrityError(f"pages {findable[:8]} are findable before their copies are done")
-
-    def _check_free(self, held: Counter[int]) -> None:
-        free = [page for start, end in self._free.ends.items() for page in range(start, end)]
-        if len(free) != self._num_free or len(set(free)) != len(free):
-            raise IntegrityError(f"{self._num_free} pages counted free, {len(free)} listed")
-        if clash := held.keys() & set(free):
-            raise IntegrityError(f"pages {sorted(clash)[:8]} are both free and held")
-        if findable := [page for page in free if self._index.knows(page)]:
-            raise IntegrityError(f"pages {findable[:8]} are both free and findable")
-        if problem := self._index.problem():
-            raise IntegrityError(problem)
-        cached = self._index.num_idle
-        if self._num_free + cached + len(held) != self.num_pages:
-            raise IntegrityError(
-                f"{self._num_free} free + {cached} cached + {len(held)} held pages, not {self.num_pages}"
-            )
-
 
 class SequenceCache:
     """The pages of one sequence and how many tokens they hold.
 
-    Release it, or use it as a context manager: the pool keeps every sequence until then.
+    Release it, or use it as a context manager: its pages are held until then.
 
     Attributes:
         root: parent of its first page's name; pages are shared among sequences with the same root. Set it
@@ -328,18 +269,12 @@ class SequenceCache:
         self.states: list[tuple[int, Any]] = []
         self.committed_len = 0
         self.adapter = 0
-        pool.register(self)
 
     def __enter__(self) -> SequenceCache:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    @property
-    def num_pages(self) -> int:
-        """Pages held, shared ones included."""
-        return len(self.pages)
 
     def pages_needed(self, num_tokens: int) -> int:
         """Pages that `append(num_tokens)` would take from the pool, a copy on write included."""
@@ -350,22 +285,13 @@ class SequenceCache:
         must_copy = num_tokens and self.length % size and self.pool.is_shared(self.pages[-1])
         return missing + 1 if must_copy else missing
 
-    def append(self, num_tokens: int) -> IntArray:
-        """Make room for `num_tokens` more tokens and count them as held.
-
-        Returns:
-            The slots of the new tokens, int64 [num_tokens]; a page copy may be pending.
+    def append(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` more tokens and count them as held; a page copy may be pending.
 
         Raises:
             ResourceExhaustedError: the pool is full; nothing has changed then.
             InternalError: the sequence was released.
         """
-        start = self.length
-        self.reserve(num_tokens)
-        return self.slots(start, self.length)
-
-    def reserve(self, num_tokens: int) -> None:
-        """As `append`, without listing the slots."""
         if not 0 <= num_tokens <= self.writable_len - self.length:
             self._take_pages(num_tokens)
         self.length += num_tokens
@@ -435,10 +361,6 @@ class SequenceCache:
         for page in range(start // size, -(-end // size)):
             first, last = max(start, page * size), min(end, (page + 1) * size)
             yield (pages[page] - page) * size, last - first
-
-    def runs(self) -> list[Run]:
-        """Maximal runs of tokens in consecutive slots, in token order."""
-        return runs_of(self.pages, self.length, self.pool.page_size)
 
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
@@ -557,28 +479,7 @@ class SequenceCache:
     def release(self) -> None:
         """Drop all pages; may be called repeatedly."""
         self.truncate(0)
-        self.pool.unregister(self)
         self.released = True
-
-    def check_integrity(self) -> None:
-        """Check that table and length are consistent.
-
-        Raises:
-            IntegrityError: naming what is wrong.
-        """
-        size = self.pool.page_size
-        if len(self.pages) != -(-self.length // size):
-            raise IntegrityError(f"{len(self.pages)} pages of {size} tokens for length {self.length}")
-        if 0 < self.length < self.encoder_len:
-            raise IntegrityError(f"{self.length} of the {self.encoder_len} tokens of an input are held")
-        if self.pool.keeps_states and self.length != (self.states[-1][0] if self.states else 0):
-            raise IntegrityError(f"length {self.length}, but states after {[n for n, _ in self.states]}")
-        if len(set(self.pages)) != len(self.pages):
-            raise IntegrityError(f"a page occurs twice in {self.pages}")
-        if self.writable_len > self.length and not (
-            self.writable_len == len(self.pages) * size and self.pool.is_private(self.pages[-1])
-        ):
-            raise IntegrityError(f"growth to {self.writable_len} would change the last page for others")
 
 
 def slots_of(

@@ -112,18 +112,3 @@ class PrefixIndex:
                 del self._idle[page]
                 idle.append(page)
         return idle
-
-    def problem(self) -> str:
-        """The first inconsistency found; empty if there is none."""
-        if {page: known.digest for page, known in self._known.items()} != {
-            page: digest for digest, page in self._pages.items()
-        }:
-            return "pages and digests do not name each other"
-        if stray := self._idle.keys() - self._known.keys():
-            return f"pages {sorted(stray)[:8]} are cached without a name"
-        for page, (_, parent) in self._known.items():
-            if len(parent) != _ROOT_BYTES and parent not in self._pages:
-                return f"page {page} cannot be reached: its parent is not known"
-            if page not in self._children[parent]:
-                return f"page {page} is not a child of its parent"
-        return ""

@@ -189,7 +189,6 @@ class LazyMasks:
         self._found: Bits | None = None
 
     def of_row(self, row: int) -> Bits | None:
-        """See `columns.Masks`."""
         if self._found is None and self.error is None:
             matcher, output, drafts, parents = self._asked
             try:
@@ -213,5 +212,4 @@ class KnownMasks:
         self._found = found
 
     def of_row(self, row: int) -> Bits | None:
-        """See `columns.Masks`."""
         return None if self._found is None else self._found[row]

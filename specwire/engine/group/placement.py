@@ -91,22 +91,18 @@ class Placement:
         """Connect; False if this process was connected already."""
         if _is_connected():
             return False
-        target = address or self._start_instance()
-        import ray
+        if not address:
+            os.environ |= isolated_environ()
+            self._instance = Instance(self._num_ranks if self._resource == "CPU" else 1)
+        import ray  # takes as long as the start of the instance
 
+        target = self._instance.ready() if self._instance else address
         try:
             ray.init(address=target, logging_level="error", log_to_driver=False)
         except Exception as error:
             what = f"--ray-address {address}: cannot be used" if address else "Ray does not start"
             raise ConfigError(f"{what}: {_first_line(error)}") from error
         return True
-
-    def _start_instance(self) -> str:
-        os.environ |= isolated_environ()
-        self._instance = Instance(self._num_ranks if self._resource == "CPU" else 1)
-        import ray  # noqa: F401 - takes as long as the start of the instance
-
-        return self._instance.ready()
 
     def _reserve(self, timeout_s: float) -> Any:
         import ray
@@ -130,9 +126,6 @@ class Placement:
 
         if self._owns_connection:
             ray.shutdown()
-        self._end_instance()
-
-    def _end_instance(self) -> None:
         if self._instance is not None:
             self._instance.close()
 

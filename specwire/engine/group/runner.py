@@ -92,7 +92,6 @@ class GroupRunner:
             return self._group.step(batch, question, decide)
 
     def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
-        """See `DraftingRunner`."""
         if not feeds:
             return self._group.step(None, question, decide, query)
         with self._packer.packed(feeds) as batch:
@@ -107,7 +106,6 @@ class GroupRunner:
         """Nothing to wait for: the answer arrives after the step."""
 
     def check(self) -> None:
-        """See `device.Runner`."""
         self._group.check()
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:

@@ -30,12 +30,11 @@ from transformers.cache_utils import DFlashCache
 
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import LayerShape, Probe
-from specwire.engine.batch import Batch, Feed, Segment
-from specwire.engine.cache.kv_cache import SequenceCache
+from specwire.engine.batch import Batch, Segment
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import NotingRunner, read_tensors, target_ids
+from specwire.engine.model.drafter import NotingRunner, check_drafts, eager, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -211,33 +210,22 @@ def _check(config: Any, model: Any) -> None:
 
 
 def self_check(model: Any, drafter: BlockDrafter) -> None:
-    """Compare logits of a block through the engine, after chunks and a rollback, with the drafter's own.
-
-    Raises:
-        ModelLoadError: they differ.
-    """
-    attention.register()
+    """See `check_drafts`: against the drafter's own logits."""
     tokens = loading.check_ids(model, _CHECK_TOKENS)
     size = drafter.layers.config.block_size
     runner = BlockRunner(model, drafter, num_pages=len(tokens) + size, page_size=4)
-    first = len(tokens) // 2
-    with runner.new_sequence() as cache:
-        runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
-        cache.truncate(first)
-        runner.forward([Feed(cache, tokens[first:-1])])
-        found = runner.logits(runner.block_states([cache], tokens[-1:])[0])
-    runner.close()
     columns = slice(None) if drafter.target_ids is None else drafter.target_ids  # the others have no logits
-    expected = _reference(model, drafter, runner, tokens)
-    loading.check_logits(model, found[:, columns], expected[:, columns])
+    chain = tokens[-1:] * (size - drafter.first)  # a block is the same whatever follows its first token
+    expected = functools.partial(_reference, model, drafter, runner, tokens, columns)
+    check_drafts(model, runner, tokens[:-1], chain, expected, columns)
 
 
 @torch.inference_mode()
-def _reference(model: Any, drafter: BlockDrafter, runner: BlockRunner, tokens: Sequence[int]) -> Tensor:
-    """Logits [num_drafts, vocab_size] after all tokens, as transformers computes them."""
-    for each in (model, drafter.layers):
-        each.set_attn_implementation("eager")
-    try:
+def _reference(
+    model: Any, drafter: BlockDrafter, runner: BlockRunner, tokens: Sequence[int], columns: slice | Tensor
+) -> Tensor:
+    """Logits [num_drafts, num_columns] after all tokens, as transformers computes them."""
+    with eager(model, drafter.layers):
         config, num_before = drafter.layers.config, len(tokens) - 1
         token_ids = torch.tensor([tokens], device=model.device)
         shown = model.get_decoder()(
@@ -251,10 +239,7 @@ def _reference(model: Any, drafter: BlockDrafter, runner: BlockRunner, tokens: S
             position_ids=torch.arange(num_before + config.block_size, device=model.device)[None],
             past_key_values=cache,
         ).last_hidden_state
-        return runner.logits(states[0, drafter.first :])
-    finally:
-        for each in (model, drafter.layers):
-            each.set_attn_implementation(attention.ATTENTION_NAME)
+        return runner.logits(states[0, drafter.first :])[:, columns]
 
 
 class BlockRunner(NotingRunner):
@@ -340,26 +325,8 @@ class BlockRunner(NotingRunner):
         at = to_device(found, self.device), to_device(query.depths, self.device)
         return self.logits(self._drafted[at])
 
-    @torch.inference_mode()
-    def block_states(self, caches: Sequence[SequenceCache], token_ids: Sequence[int]) -> Tensor:
-        """Append a block to each cache, without the target: keys and values of its layers are not there.
-
-        Args:
-            caches: [n], which hold all tokens but the last one.
-            token_ids: [n], these.
-
-        Returns:
-            [n, num_drafts, state_size], which the logits of each draft token are computed from.
-
-        Raises:
-            ResourceExhaustedError, ContextLengthError: there is no room for a block; all caches have the
-                lengths that they had before.
-        """
-        feeds = [Feed(cache, self.block([last])) for cache, last in zip(caches, token_ids, strict=True)]
-        with self._packer.packed(feeds) as batch:
-            return self._run_blocks(batch, token_ids)
-
     def _run_blocks(self, batch: Batch, token_ids: Sequence[int]) -> Tensor:
+        """The states of the draft tokens after these, [n, num_drafts, state_size]."""
         self._copy(batch)
         slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
         packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
@@ -442,7 +409,6 @@ class _Block:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`."""
         layer, window = self.layers[module], scoring.sliding_window
         layer.write(self.slots, key, value)
         if window not in self._reads:

@@ -1,17 +1,23 @@
-"""What drafters of a target have in common: states of its layers, states of draft tokens, files."""
+"""What drafters of a target have in common: states of its layers and of draft tokens, files, and a check."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specwire.engine.attention.paged import ATTENTION_NAME
+from specwire.engine.batch import Feed
+from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import DraftQuery
+from specwire.engine.model import loading
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -81,6 +87,64 @@ class NotingRunner(ModelRunner):
         """Logits of some of the target's tokens as float32 [n, vocab_size]; -inf for all others."""
         found = logits.new_full((len(logits), self.vocab_size), float("-inf"), dtype=torch.float32)
         return found.index_copy_(1, target_ids, logits.float())
+
+
+def chain_logits(runner: Any, cache: SequenceCache, token_ids: Iterable[int]) -> Iterator[Tensor]:
+    """What drafts, along a chain: its logits after each token, float32 [1, vocab_size].
+
+    Args:
+        runner: of a target, with a drafter that fills pages.
+        cache: what the first token follows; the chain, or the block that it is drafted in, is appended.
+
+    Raises:
+        ResourceExhaustedError, ContextLengthError: there is no room; the cache has the length it had before.
+    """
+    masks = runner.draft_shape.masks
+    for depth, token_id in enumerate(token_ids):
+        columns = (max(0, depth - 1), token_id, depth)
+        query = DraftQuery(depth == 0, *(np.array([number], np.int64) for number in columns))
+        feeds = [Feed(cache, [token_id, *masks])] if not (masks and depth) else ()
+        yield runner.run_draft(feeds, query, None, lambda _, logits: logits)
+
+
+def check_drafts(
+    model: Any,
+    runner: ModelRunner,
+    before: Sequence[int],
+    chain: Sequence[int],
+    expected: Callable[[], Tensor],
+    columns: slice | Tensor = slice(None),
+) -> None:
+    """Compare logits of drafts through the engine, after chunks and a rollback, with those of whole passes.
+
+    Args:
+        runner: closed in the end.
+        before, chain: a text, and the tokens after it that are drafted after.
+        expected: the logits after each of these, of these columns: tokens that are ever drafted.
+
+    Raises:
+        ModelLoadError: they differ.
+    """
+    first = len(before) // 2
+    with runner.new_sequence() as cache:
+        runner.forward([Feed(cache, [*before[:first], *before[first : first + 2][::-1]])])
+        cache.truncate(first)
+        runner.forward([Feed(cache, before[first:])])
+        found = torch.cat([*chain_logits(runner, cache, chain)])
+    runner.close()
+    loading.check_logits(model, found[:, columns], expected())
+
+
+@contextmanager
+def eager(*models: Any) -> Iterator[None]:
+    """Passes in the body attend as transformers does."""
+    for each in models:
+        each.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for each in models:
+            each.set_attn_implementation(ATTENTION_NAME)
 
 
 def bare_rows(embedding: Any) -> Callable[[Tensor], Tensor]:

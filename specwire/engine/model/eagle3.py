@@ -31,11 +31,19 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import LayerShape, Probe
-from specwire.engine.batch import Batch, Feed
+from specwire.engine.batch import Batch
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import NodeStates, NotingRunner, bare_rows, read_tensors, target_ids
+from specwire.engine.model.drafter import (
+    NodeStates,
+    NotingRunner,
+    bare_rows,
+    check_drafts,
+    eager,
+    read_tensors,
+    target_ids,
+)
 from specwire.engine.model.mtp import MtpBatch, previous_slots, without_first
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
@@ -321,39 +329,23 @@ def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def self_check(model: Any, drafter: Eagle3) -> None:
-    """Compare logits of drafts through the engine, after chunks and a rollback, with those of whole passes.
-
-    Raises:
-        ModelLoadError: they differ.
-    """
-    attention.register()
+    """See `check_drafts`."""
     tokens = loading.check_ids(model, _CHECK_TOKENS)
     runner = Eagle3Runner(model, drafter, num_pages=2 * len(tokens), page_size=4)
-    first = len(tokens) // 2
-    with runner.new_sequence() as cache:
-        runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
-        cache.truncate(first)
-        runner.forward([Feed(cache, tokens[first:-_NUM_CHECKED])])
-        found: list[Tensor] = []
-        for token_id in tokens[-_NUM_CHECKED:]:
-            found.append(runner.advance([Feed(cache, [token_id])], found[-1] if found else None))
-    runner.close()
-    logits = torch.cat([drafter.logits(each) for each in found])
-    loading.check_logits(model, logits, _reference(model, drafter, tokens))
+    before, chain = tokens[:-_NUM_CHECKED], tokens[-_NUM_CHECKED:]
+    expected = functools.partial(_reference, model, drafter, tokens)
+    check_drafts(model, runner, before, chain, expected, drafter.target_ids)
 
 
 @torch.inference_mode()
 def _reference(model: Any, drafter: Eagle3, tokens: Sequence[int]) -> Tensor:
     """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, all of which are draft tokens but the
     first: by passes over the whole text, without any cache."""
-    model.set_attn_implementation("eager")
-    try:
+    with eager(model):
         token_ids = torch.tensor(tokens, device=model.device)
         shown = model.get_decoder()(
             input_ids=token_ids[None, :-_NUM_CHECKED], use_cache=False, output_hidden_states=True
         ).hidden_states
-    finally:
-        model.set_attn_implementation(attention.ATTENTION_NAME)
     states = drafter.reduced([shown[number][0] for number in drafter.settings.layer_ids])
     found = []
     for _ in range(_NUM_CHECKED):
@@ -370,7 +362,6 @@ class _Whole:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`."""
         behind = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
         sees = (behind >= 0) & (behind < (scoring.sliding_window or len(behind)))
         found = nn.functional.scaled_dot_product_attention(
@@ -426,31 +417,9 @@ class Eagle3Runner(NotingRunner):
         return logits
 
     def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
-        """See `ModelRunner`."""
         assert batch is not None
-        return self.logits(self._nodes.add(query, self._advance(batch, self._nodes.before(query))))
-
-    @torch.inference_mode()
-    def advance(self, feeds: Sequence[Feed], states: Tensor | None) -> Tensor:
-        """Append tokens to caches, without the target: keys and values of its layers are not there.
-
-        Args:
-            feeds: sequences of this runner with one token at least, and their draft tokens.
-            states: what a call before returned for the token before each of these, [num_tokens, size]; None
-                where the target has computed it.
-
-        Returns:
-            [num_tokens, size], which the logits after each token are computed from.
-
-        Raises:
-            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths that
-                they had before.
-        """
-        with self._packer.packed(feeds) as batch:
-            return self._advance(batch, states)
-
-    def _advance(self, batch: Batch, states: Tensor | None) -> Tensor:
         self._copy(batch)
+        states = self._nodes.before(query)  # None where the target has computed them
         slots, before, token_ids, positions = (
             to_device(part, self.device)
             for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
@@ -458,10 +427,5 @@ class Eagle3Runner(NotingRunner):
         given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
         _, segments = without_first(batch, 1)
         packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
-        found: Tensor = self._drafter(given, token_ids, positions, packed)
-        return found
-
-    @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
-        """Float32 [n, vocab_size]; -inf for tokens that are never drafted."""
-        return self._spread(self._drafter.logits(states), self._drafter.target_ids)
+        found = self._nodes.add(query, self._drafter(given, token_ids, positions, packed))
+        return self._spread(self._drafter.logits(found), self._drafter.target_ids)

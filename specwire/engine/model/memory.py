@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -18,19 +17,34 @@ def num_pages(
     config: ModelServiceConfig, device: torch.device, num_sharing: int = 1
 ) -> int | Callable[[int, int], int]:
     """Pages of the KV cache; where memory decides, a function of the bytes of one, and of those of a
-    state of the recurrent layers; for all states that there may be, room is left.
+    state of the recurrent layers; for all states that there may be, room is left. It raises a ModelLoadError
+    where less than one page fits.
 
     Args:
         num_sharing: processes that share the device's memory evenly.
     """
     num_states = MOST_STATES * config.max_sequences + MOST_NAMED_STATES
-    if config.kv_cache_memory:
-        fraction = config.kv_cache_memory / num_sharing
-        return functools.partial(_pages_in_free, fraction, device, num_states)
-    if config.gpu_memory_utilization:
-        utilization = config.gpu_memory_utilization
-        return functools.partial(_pages_up_to, utilization, device, num_sharing, num_states)
-    return config.num_pages
+
+    def fitting(page_bytes: int, state_bytes: int) -> int:
+        free = free_bytes(device)
+        if config.kv_cache_memory:  # of what is free now
+            fraction = config.kv_cache_memory / num_sharing
+            what, left = f"--kv-cache-memory {fraction}", int(free * fraction)
+        else:  # with the model and all else
+            total, utilization = total_bytes(device), config.gpu_memory_utilization
+            what = f"--gpu-memory-utilization {utilization}"
+            left = (int(total * utilization) - (total - free)) // num_sharing
+        if not page_bytes:
+            raise ModelLoadError(f"{what}: the model keeps no keys and values; give --num-kv-tokens")
+        states_bytes = num_states * state_bytes
+        if left - states_bytes < page_bytes:
+            problem = f"leaves {max(0, left)} bytes on {device}, less than a page of {page_bytes}"
+            if states_bytes:
+                problem += f" and {states_bytes} for states of recurrent layers (--max-sequences)"
+            raise ModelLoadError(f"{what} {problem}")
+        return (left - states_bytes) // page_bytes
+
+    return fitting if config.fills_memory else config.num_pages
 
 
 def free_bytes(device: torch.device) -> int:
@@ -44,41 +58,3 @@ def free_bytes(device: torch.device) -> int:
 def total_bytes(device: torch.device) -> int:
     """Bytes of a CUDA device, or of the host within its cgroup."""
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else total_host_bytes()
-
-
-def _pages_in_free(
-    fraction: float, device: torch.device, num_states: int, page_bytes: int, state_bytes: int
-) -> int:
-    """Pages in a fraction of the memory that is free now.
-
-    Raises:
-        ModelLoadError: less than one page fits.
-    """
-    left = int(free_bytes(device) * fraction)
-    return _pages(f"--kv-cache-memory {fraction}", left, device, page_bytes, num_states * state_bytes)
-
-
-def _pages_up_to(
-    utilization: float,
-    device: torch.device,
-    num_sharing: int,
-    num_states: int,
-    page_bytes: int,
-    state_bytes: int,
-) -> int:
-    """Pages until so much of the memory is in use, by the model and all else. Errors as above."""
-    total = total_bytes(device)
-    left = (int(total * utilization) - (total - free_bytes(device))) // num_sharing
-    what = f"--gpu-memory-utilization {utilization}"
-    return _pages(what, left, device, page_bytes, num_states * state_bytes)
-
-
-def _pages(what: str, num_bytes: int, device: torch.device, page_bytes: int, states_bytes: int) -> int:
-    if not page_bytes:
-        raise ModelLoadError(f"{what}: the model keeps no keys and values; give --num-kv-tokens")
-    if num_bytes - states_bytes < page_bytes:
-        problem = f"leaves {max(0, num_bytes)} bytes on {device}, less than a page of {page_bytes}"
-        if states_bytes:
-            problem += f" and {states_bytes} for states of recurrent layers (--max-sequences)"
-        raise ModelLoadError(f"{what} {problem}")
-    return (num_bytes - states_bytes) // page_bytes

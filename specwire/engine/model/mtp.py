@@ -13,6 +13,7 @@ The modules are transformers' own (`MtpModel`). Beyond the last layer it is used
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,13 +30,12 @@ from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import LayerShape, Probe
-from specwire.engine.batch import Batch, Feed, Segments
+from specwire.engine.batch import Batch, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import NodeStates
+from specwire.engine.model.drafter import NodeStates, NotingRunner, check_drafts, eager
 from specwire.engine.model.packing import pack_linears
-from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
@@ -69,25 +69,11 @@ def _name_layers(model: Any, first: int, num_layers: int) -> None:
 
 
 def self_check(model: Any, mtp: MtpModel) -> None:
-    """Compare logits of drafts through the engine, in chunks and after a rollback, with the layers' own.
-
-    Raises:
-        ModelLoadError: they differ.
-    """
-    attention.register()
+    """See `drafter.check_drafts`: against the layers' own logits."""
     tokens = loading.check_ids(model, _CHECK_TOKENS)
     runner = MtpRunner(model, mtp, num_pages=2 * len(tokens), page_size=4)
-    first, num_drafts = len(tokens) // 2, len(mtp.layers)
-    with runner.new_sequence() as cache:
-        runner.forward([Feed(cache, tokens[:first] + tokens[first : first + 2][::-1])])
-        cache.truncate(first)
-        runner.forward([Feed(cache, tokens[first:-num_drafts])])
-        found, states = [], None
-        for depth, token_id in enumerate(tokens[-num_drafts:]):
-            states = runner.advance([Feed(cache, [token_id])], depth, states)
-            found.append(runner.logits(states))
-    runner.close()
-    loading.check_logits(model, torch.cat(found), _reference(model, mtp, tokens))
+    before, chain = tokens[: -len(mtp.layers)], tokens[-len(mtp.layers) :]
+    check_drafts(model, runner, before, chain, functools.partial(_reference, model, mtp, tokens))
 
 
 @torch.inference_mode()
@@ -97,9 +83,7 @@ def _reference(model: Any, mtp: MtpModel, tokens: Sequence[int]) -> Tensor:
     By eager passes of the model and of each layer over the whole text, without any cache.
     """
     num_layers = len(mtp.layers)
-    for each in (model, mtp):
-        each.set_attn_implementation("eager")
-    try:
+    with eager(model, mtp):
         token_ids = torch.tensor([tokens], device=model.device)
         num_tokens = len(tokens) - num_layers
         states = model.get_decoder()(input_ids=token_ids[:, :num_tokens], use_cache=False)[0]
@@ -110,12 +94,9 @@ def _reference(model: Any, mtp: MtpModel, tokens: Sequence[int]) -> Tensor:
             states = mtp.forward_layer(layer, states, positions[None], None, input_ids=inputs)
             found.append(mtp._project_to_logits(states[0, -1:]).float())
         return torch.cat(found)
-    finally:
-        for each in (model, mtp):
-            each.set_attn_implementation(attention.ATTENTION_NAME)
 
 
-class MtpRunner(ModelRunner):
+class MtpRunner(NotingRunner):
     """As `ModelRunner`; fills the pages for layers that draft, and runs them.
 
     Args:
@@ -128,31 +109,15 @@ class MtpRunner(ModelRunner):
     def __init__(
         self, model: Any, mtp: MtpModel, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
     ) -> None:
-        self._mtp = mtp
-        self._latest: Tensor | None = None  # states of the latest pass, [num_tokens, state_size]
-        self._nodes = NodeStates()
-        noted = model.get_decoder().register_forward_hook(self._note)
-        super().__init__(model, num_pages=num_pages, page_size=page_size)
-        self.attention_path = "views"
+        self._mtp, self._nodes = mtp, NodeStates()
+        last_norm = len(model.get_decoder().layers)
+        super().__init__(model, [last_norm], num_pages=num_pages, page_size=page_size)
         self.draft_shape = DraftShape(self.vocab_size)
-        self._noted = noted
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-        self._noted.remove()
-
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._latest = output[0][0]
-
-    def _latest_states(self) -> Tensor:
-        states, self._latest = self._latest, None
-        assert states is not None
-        return states
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
         probe, own = super()._probe(), Probe()
-        states = self._latest_states()
+        [[states]] = self._taken()
         self.state_size = int(states.shape[-1])
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
         read = LayerShape(states, states.new_empty(1, 0), 1, Scoring(1.0))
@@ -168,7 +133,7 @@ class MtpRunner(ModelRunner):
 
     def _run_packed(self, batch: Batch) -> Tensor:
         logits = super()._run_packed(batch)
-        states = self._latest_states()
+        [[states]] = self._taken()
         self._known(0).keys[to_device(batch.slots, self.device), 0] = states
         self._run_layers(batch, 0, None)
         return logits
@@ -176,33 +141,9 @@ class MtpRunner(ModelRunner):
     def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
         """See `ModelRunner`: chains that began together, so all nodes have one depth."""
         assert batch is not None
-        found = self._advance(batch, int(query.depths[0]), self._nodes.before(query))
-        return self.logits(self._nodes.add(query, found))
-
-    @torch.inference_mode()
-    def advance(self, feeds: Sequence[Feed], depth: int, states: Tensor | None) -> Tensor:
-        """Append one token to each cache, without the target: keys and values of its layers are not there.
-
-        Args:
-            depth: tokens that were appended in this way before.
-            states: what the call before returned, [num_feeds, state_size]; None at depth 0.
-
-        Returns:
-            [num_feeds, state_size], the states that the logits after each token are computed from.
-
-        Raises:
-            ResourceExhaustedError: the cache is full; all caches have the lengths that they had before.
-        """
-        with self._packer.packed(feeds) as batch:
-            return self._advance(batch, depth, states)
-
-    def _advance(self, batch: Batch, depth: int, states: Tensor | None) -> Tensor:
         self._copy(batch)
-        return self._run_layers(batch, min(depth, self.num_layers - 1), states)
-
-    @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
-        """Float32 [n, vocab_size]; -inf for ids that the target cannot read."""
+        first = min(int(query.depths[0]), self.num_layers - 1)
+        states = self._nodes.add(query, self._run_layers(batch, first, self._nodes.before(query)))
         logits: Tensor = self._mtp._project_to_logits(states.to(self.model.dtype)).float()
         logits[:, self.num_embeddings :] = float("-inf")
         return logits
@@ -258,7 +199,6 @@ class MtpBatch(PackedBatch):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)

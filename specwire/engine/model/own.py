@@ -82,7 +82,6 @@ class HeadsRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
-        """See `ModelRunner`."""
         both = super().compute(batch)
         self._shown = both[:, self.vocab_size :]
         return both[:, : self.vocab_size]
@@ -114,6 +113,5 @@ class LayersRunner(ModelRunner):
         self.draft_shape = DraftShape(self.vocab_size, share_read=left_out.share_read)
 
     def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
-        """See `ModelRunner`."""
         assert batch is not None
         return self._compute_without(self._left_out, batch)

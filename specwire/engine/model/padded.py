@@ -251,7 +251,6 @@ class TabledBatch:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`."""
         layer = self.layers[module]
         parts = self.inputs.on_device
         layer.write(parts.slots, key, value)

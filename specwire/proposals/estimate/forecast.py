@@ -242,12 +242,11 @@ class RankCounts:
         return [count / self._total for count in self._counts]
 
 
-class LikelyOutcome(NamedTuple):
-    """An outcome and its probability."""
+class Likely(NamedTuple):
+    """An outcome of a proposal: the tokens that are committed, and how likely they are."""
 
     probability: float
-    num_accepted: int
-    next_token: int
+    token_ids: tuple[int, ...]
 
 
 class SharedForecast:
@@ -278,24 +277,25 @@ class Forecast:
         (self._shared.bonus if num_accepted == num_drafted else self._shared.recovered).add(rank)
 
     def outcomes(
-        self, num_drafted: int, candidates: Sequence[Sequence[int]], least: float
-    ) -> list[LikelyOutcome]:
-        """The likely outcomes of a round with `num_drafted` draft tokens, likeliest first.
+        self, drafted: Sequence[int], candidates: Sequence[Sequence[int]], least: float
+    ) -> list[Likely]:
+        """The likely outcomes of a round with these draft tokens, likeliest first.
 
         Args:
             candidates: [num_drafted or num_drafted + 1] candidates by position, best first, without the draft
                 token itself. Entry `num_drafted`, if present, is for the bonus token.
             least: outcomes less probable than this are left out.
         """
+        num_drafted = len(drafted)
         reached = self._own.reached(num_drafted)
         recovered, bonus = self._shared.recovered.shares(), self._shared.bonus.shares()
-        found: list[LikelyOutcome] = []
+        found: list[Likely] = []
         for k, token_ids in enumerate(candidates):
             ends_here = reached[k] - reached[k + 1] if k < num_drafted else reached[k]
             shares = recovered if k < num_drafted else bonus
             if ends_here * max(shares) >= least:
                 found += [
-                    LikelyOutcome(ends_here * share, k, token_id)
+                    Likely(ends_here * share, (*drafted[:k], token_id))
                     for share, token_id in zip(shares, token_ids, strict=False)
                     if ends_here * share >= least
                 ]
