@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from benchmarks import widen
-from benchmarks.gpu import own, passes, report
+from benchmarks.gpu import own, passes, quantised, report
 from benchmarks.gpu.findings import Findings
 from benchmarks.prompts import PROMPTS, own_tokenizer
 from benchmarks.report import say
@@ -128,6 +128,7 @@ def _engine(findings: Findings, scale: Scale, target: Path, device: torch.device
             phase(name, run)
     _draft(findings, scale, device, phase)
     phase("recurrent layers", lambda: passes.check_recurrent(findings, device))
+    phase("quantised weights", lambda: quantised.check(findings, device))
 
 
 def _target(findings: Findings, scale: Scale, target: Path, device: torch.device, phase: Any) -> Any:

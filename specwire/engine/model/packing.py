@@ -38,6 +38,7 @@ def pack_linears(model: nn.Module, *, keeps_none: bool = False) -> int:
     """
     users = Counter(id(parameter) for parameter in _all_parameters(model))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
+    linears = [linear for linear in linears if "weight" in linear._parameters]  # some are still compressed
     chosen = [linear for linear in linears if _fits(linear.weight)]
     if keeps_none:
         chosen = [linear for linear in chosen if not _is_kept(linear.weight)]
