@@ -33,7 +33,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "bitsandbytes": {"load_in_4bit": True},
     "gptq": {"bits": 4},
     "awq": {"bits": 4},
-    "torchao": {"quant_type": "int4_weight_only"},
+    "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}},
 }
 
 

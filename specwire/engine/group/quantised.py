@@ -116,9 +116,11 @@ class Cutter:
         """Replace a parameter by this rank's share."""
         module_name, _, own_name = name.rpartition(".")
         module = model.get_submodule(module_name)
-        style, whole = style_of(module_name, model.tp_plan), module._parameters.get(own_name)
-        dim = self._dim(name, module, style, whole) if style in _CUT and whole is not None else None
-        if dim is None:
+        style = style_of(module_name, model.tp_plan)
+        whole = dict(module.named_parameters(recurse=False)).get(own_name)
+        if style not in _CUT or whole is None:
+            return
+        if (dim := self._dim(name, module, style, whole)) is None:
             return
         num = whole.shape[dim]
         width = -(-num // self._num_ranks)  # as DTensor does: the last ranks may have less
@@ -127,7 +129,7 @@ class Cutter:
         parameter = nn.Parameter(share.contiguous().clone(), requires_grad=False)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else it would be drawn at random
         self._whole[id(parameter)] = whole.numel()
-        module._parameters[own_name] = parameter
+        setattr(module, own_name, parameter)
 
     def _dim(self, name: str, module: Any, style: str | None, whole: Tensor) -> int | None:
         """The dimension along which a parameter is cut; None where each rank has all of it."""
