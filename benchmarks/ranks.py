@@ -1,4 +1,4 @@
-"""Plain processes as ranks of a gloo group: no driver, no Ray."""
+"""Plain processes as ranks of a group: no driver, no Ray."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ _END_S = 5.0
 _dist: Any = dist
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> Any:
     """Call `function(num_ranks, *args)` on every rank; what it returns on rank 0.
+
+    Args:
+        backend: gloo on CPUs; nccl on as many GPUs as there are ranks.
 
     Raises:
         RuntimeError: a rank failed.
@@ -30,7 +33,11 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     ranks = [
-        context.Process(target=_rank, args=(rank, num_ranks, store.port, results, function, args))
+        context.Process(
+            target=_rank,
+            args=(rank, num_ranks, store.port, results, function, args),
+            kwargs={"backend": backend},
+        )
         for rank in range(num_ranks)
     ]
     for process in ranks:
@@ -49,12 +56,21 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _rank(
-    rank: int, num_ranks: int, port: int, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    port: int,
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    backend: str,
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
     torch.set_num_threads(1)
     store = _dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_LIMIT)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_LIMIT)
     with torch.inference_mode():
         result = function(num_ranks, *args)
     if rank == 0:

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from benchmarks import widen
-from benchmarks.gpu import adapters, own, passes, report
+from benchmarks.gpu import adapters, own, passes, quantised, report
 from benchmarks.gpu.findings import Findings
 from benchmarks.prompts import PROMPTS, own_tokenizer
 from benchmarks.report import say
@@ -127,6 +127,7 @@ def _engine(findings: Findings, scale: Scale, target: Path, device: torch.device
         "adapters", lambda: adapters.measure(findings, target, device, scale.sizes[1:8:3], scale.num_passes)
     )
     phase("recurrent layers", lambda: passes.check_recurrent(findings, device))
+    phase("quantised weights", lambda: quantised.check(findings, device))
 
 
 def _target_phases(findings: Findings, scale: Scale, target: Path, device: torch.device, phase: Any) -> None:

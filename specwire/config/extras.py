@@ -32,6 +32,10 @@ QUANTISERS = {
     "vptq": ("accelerate", "vptq"),
 }
 """By method of `quantization_config`, as they are imported. Of others transformers says it when it loads."""
+_WEIGHTS_ALONE = ("Float8WeightOnlyConfig", "Int8WeightOnlyConfig")
+"""Types of torchao that quantise no activations, and whose weights can be cut."""
+_PACKED = ("auto-round", "awq", "bitsandbytes", "gptq")
+"""Methods whose layers hold weights packed in an order of their own, in buffers or as one row of bytes."""
 _TO_PLACE = ("accelerate",)
 """What transformers needs to create weights on a device."""
 
@@ -70,6 +74,40 @@ def missing_for(wanted: Any, *, on_cuda: bool = False) -> str:
         f"its weights are quantised by {name}, which transformers cannot read here without "
         f"{' and '.join(missing)}; pip install {' '.join(missing)}, or give one that is not quantised"
     )
+
+
+def unshared_reason(wanted: Any) -> str:
+    """Why ranks cannot share weights with a `quantization_config`; empty if they can, or without one.
+
+    Activations that are quantised by all inputs of a layer would be others where a rank has a part of them.
+    """
+    name = quantiser(wanted)
+    if name == "torchao":
+        kind = str(_default(wanted.get("quant_type")).get("_type"))
+        reason = "" if kind in _WEIGHTS_ALONE else f"{kind} is none of {', '.join(_WEIGHTS_ALONE)}"
+    elif name == "compressed-tensors":
+        reason = _uncut_tensors(wanted)
+    elif name in _PACKED:
+        reason = "its layers hold them packed, and transformers' tensor parallel plan does not cut those"
+    else:
+        reason = "" if name in ("", "fp8") else "compressed-tensors, fp8 and torchao can be"
+    return reason and f"its weights are quantised by {name}, and cannot be spread over ranks: {reason}"
+
+
+def _default(quant_type: Any) -> dict[str, Any]:
+    """What torchao does with the layers that no name singles out."""
+    found = quant_type.get("default") if isinstance(quant_type, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _uncut_tensors(wanted: dict[str, Any]) -> str:
+    """As `unshared_reason`, of compressed-tensors: weights are decompressed when they are read."""
+    groups = list((wanted.get("config_groups") or {}).values())
+    if len(groups) != 1 or not isinstance(groups[0], dict):
+        return f"it has {len(groups)} groups of layers, and one is decompressed when it is read"
+    if groups[0].get("input_activations") or groups[0].get("output_activations"):
+        return "activations are quantised too, by all of a layer, of which a rank has a part"
+    return "the KV cache is quantised too" if wanted.get("kv_cache_scheme") else ""
 
 
 def quantiser(wanted: Any) -> str:

@@ -5,6 +5,7 @@ Flags and `SPECWIRE_*` variables are derived from these fields (`flags.py`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -304,21 +305,21 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
             allow_plaintext=self.allow_plaintext,
         )
 
-    @property
+    @functools.cached_property
     def fixed_draft_tokens(self) -> int | None:
         """Draft tokens a round of requests that name no number; None chooses it in each round."""
         if self.num_draft_tokens == AUTO:
             return self.model_draft.num_speculative_tokens
         return parse_count("num_draft_tokens", self.num_draft_tokens, MAX_NUM_DRAFT_TOKENS)
 
-    @property
+    @functools.cached_property
     def fixed_max_depth(self) -> int | None:
         """Longest path of a tree for requests that leave it open, 0 for chains; None finds out what pays."""
         if self.max_depth == AUTO:
             return self.model_draft.max_depth
         return parse_count("max_depth", self.max_depth, MAX_NUM_DRAFT_TOKENS)
 
-    @property
+    @functools.cached_property
     def fixed_outcomes(self) -> int | None:
         """Outcomes to prepare for; None chooses by measured benefit."""
         return parse_count("num_outcomes", self.num_outcomes, MAX_NUM_OUTCOMES)

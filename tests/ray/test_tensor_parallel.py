@@ -36,13 +36,12 @@ from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.processes import END_S, gone, running, wait_until
+from tests.support.ray_cluster import connected_cluster
 from tests.support.together import together
 from verify_service.verifier import VerifyDecider
 
-ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
+pytest.importorskip("ray")
 
-NUM_CPUS = 2  # of each node: two ranks are packed on one, four need both
 START_S = 240.0
 NUM_TOKENS = 160
 STEP_TIMEOUT_S = 5.0
@@ -60,18 +59,8 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two Ray nodes on this machine; this process is connected to them."""
-    running = cluster_utils.Cluster()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # a cold start has taken more than 30 s
-            for _ in range(2):
-                running.add_node(num_cpus=NUM_CPUS, object_store_memory=80 << 20, include_dashboard=False)
-        ray.init(address=running.address, log_to_driver=False, logging_level="error")
+    with connected_cluster() as running:
         yield running
-    finally:
-        ray.shutdown()
-        running.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError
 from specwire.rule.captured import EagerReplay
+from tests.support.quantised import save_compressed, save_fp8
 from tests.support.tiny_models import build, save
 from verify_service.verifier import VerifyDecider
 
@@ -32,7 +33,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "bitsandbytes": {"load_in_4bit": True},
     "gptq": {"bits": 4},
     "awq": {"bits": 4},
-    "torchao": {"quant_type": "int4_weight_only"},
+    "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}},
 }
 
 
@@ -113,30 +114,11 @@ def test_transformers_needs_the_packages_too(method: str) -> None:
         AutoHfQuantizer.from_config(wanted, pre_quantized=True).validate_environment(device_map=None)
 
 
-def _fp8_checkpoint(directory: Path) -> Path:
-    """The tiny Llama with its linear layers in 8-bit floats and a scale for each block of 16 by 16."""
-    save(build("llama"), directory)
-    path = directory / "model.safetensors"
-    weights = load_file(path)
-    for name in [n for n in weights if n.endswith("_proj.weight")]:
-        blocks = weights[name].unfold(0, 16, 16).unfold(1, 16, 16)
-        scales = blocks.abs().amax((2, 3)) / 448
-        spread = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
-        weights[name] = (weights[name] / spread).to(torch.float8_e4m3fn)
-        weights[name + "_scale_inv"] = scales
-    save_file(weights, path, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    config["quantization_config"]["activation_scheme"] = "dynamic"
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="transformers keeps 8-bit floats where there is a GPU")
 def test_a_quantised_checkpoint_is_served(tmp_path: Path) -> None:
     """transformers turns 8-bit floats into bfloat16 where there is no GPU to compute with them."""
     pytest.importorskip("accelerate")
-    model = load_model(_fp8_checkpoint(tmp_path))
+    model = load_model(save_fp8(tmp_path))
     tokens = list(range(5, 45))
     with torch.inference_mode():
         exact = build("llama")(input_ids=torch.tensor([tokens])).logits[0]
@@ -145,6 +127,13 @@ def test_a_quantised_checkpoint_is_served(tmp_path: Path) -> None:
         logits = runner.forward([Feed(cache, tokens, len(tokens))])
     agreement = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
     assert agreement > 0.7
+
+
+def test_weights_that_are_packed_until_the_first_pass_are_served(tmp_path: Path) -> None:
+    """compressed-tensors has no plain weights before it: none is there for us to pack."""
+    pytest.importorskip("compressed_tensors")
+    model = load_model(save_compressed(tmp_path))
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, torch.Tensor)
 
 
 def test_experts_in_4_bits_are_served(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import socket
 from collections.abc import AsyncIterator
@@ -13,6 +14,8 @@ import grpc
 import grpc.aio
 import pytest
 import torch
+import transformers
+from transformers import core_model_loading
 
 from specwire.engine import private
 from specwire.rpc import private as rpc_private
@@ -38,6 +41,14 @@ def test_torch_has_a_flash_kernel_for_cpus_that_returns_lse() -> None:
     changed = f"{TORCH}: its arguments or results have changed; adapt flash_attention_with_lse"
     torch.testing.assert_close(output, scores.softmax(-1) @ values, msg=changed)
     torch.testing.assert_close(lse, scores.logsumexp(-1), msg=changed)
+
+
+def test_transformers_sets_weights_by_a_function_that_names_them() -> None:
+    parameters = list(inspect.signature(core_model_loading.set_param_for_module).parameters)
+    assert parameters[:2] == ["model", "target_name"], (
+        "specwire/engine/group/quantised.py uses it of transformers, which is now "
+        f"{transformers.__version__}: find what sets a weight that was read, and cut it after that"
+    )
 
 
 def test_torch_has_the_operators_that_pack_weights() -> None:

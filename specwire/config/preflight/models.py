@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specwire import embedded
-from specwire.config.extras import missing_for
+from specwire.config.extras import missing_for, unshared_reason
 from specwire.config.flags import flag_name
 from specwire.config.models import EMBEDDED, EMULATED
 from specwire.errors import ConfigError
@@ -40,6 +40,7 @@ class Model:
         is_draft: of the embedded pair.
         device_name, device: likewise; the first of the devices.
         num_devices: each with the whole model; those on the CPU share its memory.
+        num_ranks: that share each whole model.
         is_here: whether it is loaded on this machine, and not where Ray places it.
         num_kv_tokens: 0 where the cache takes what is left.
         max_model_len: 0 for the model's own context.
@@ -53,6 +54,7 @@ class Model:
     device_name: str = "device"
     device: str = "cpu"
     num_devices: int = 1
+    num_ranks: int = 1
     is_here: bool = True
     num_kv_tokens: int = 0
     max_model_len: int = 0
@@ -84,15 +86,17 @@ class Files:
 
 
 def check(files: Files) -> None:
-    """Refuse quantised weights that transformers could not read, and a length over the model's context, as
-    far as its `config.json` says.
+    """Refuse quantised weights that transformers could not read or ranks not share, and a length over the
+    model's context, as far as its `config.json` says.
 
     Raises:
-        ConfigError: names the flag, the model, and what to install or its context.
+        ConfigError: names the flag, the model, and what to install, the reason or its context.
     """
     wanted, asked = files.config.get("quantization_config"), files.model.max_model_len
     if found := missing_for(wanted, on_cuda=files.model.on_cuda):
         raise ConfigError(f"{files.model.given}: {found}")
+    if files.model.num_ranks > 1 and (reason := unshared_reason(wanted)):
+        raise ConfigError(f"--tensor-parallel-size {files.model.num_ranks}: {files.model.given}: {reason}")
     most = context_len(text_config(files.config).get)
     if most is not None and asked > most:
         raise ConfigError(f"--max-model-len {asked}: {files.model.given} has a context of {most} tokens")

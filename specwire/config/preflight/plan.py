@@ -136,6 +136,7 @@ def _served(config: ModelServiceConfig, num_devices: int = 1) -> Model:
         dtype=config.dtype,
         device=config.device,
         num_devices=num_devices,
+        num_ranks=config.tensor_parallel_size,
         is_here=config.tensor_parallel_size == 1,
         num_kv_tokens=0 if config.fills_memory else config.num_kv_tokens,
         max_model_len=config.max_model_len,
@@ -148,7 +149,9 @@ def _beside(config: VerifyConfig, target: Model) -> list[Model]:
     takes = OWN_METHODS[source].argument if source in OWN_METHODS else ""
     if takes != DIR or not Path(directory).is_dir():
         return []
-    return [replace(target, name=source, source=directory, max_model_len=0)]
+    return [
+        replace(target, name=source, source=directory, num_ranks=1, max_model_len=0)
+    ]  # whole on each rank
 
 
 def _adapters(given: str, target: Model) -> list[Model]:

@@ -3,7 +3,8 @@
 transformers shards the parameters as DTensors while it reads them, so that a rank reads only its shard.
 DTensors cost Python time in every call. So once they are loaded, the layers whose style is supported here run
 on the local shards, with the same collectives: one all-reduce after each row-wise layer and after the
-embedding, one all-gather of the logits. Layers of any other style are left to transformers.
+embedding, one all-gather of the logits. Layers of any other style are left to transformers. Quantised
+weights are cut when they are read (`quantised.py`), and run likewise.
 
 An all-reduce over more than two ranks adds a number's parts in an order that depends on where in the tensor
 it is, and so on the tokens beside it, even if all passes have one size. Where a token is to be bitwise the
@@ -12,7 +13,6 @@ same in any company, all ranks gather the parts instead, and add them in the ord
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,14 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from specwire.config import extras
+from specwire.engine.group import quantised
+from specwire.engine.group.quantised import COLUMNS, EMBEDDING, GATHERED, ROWS
 from specwire.engine.model import loading
 from specwire.engine.model.packing import pack_linears
 from specwire.errors import ModelLoadError
-
-_COLUMNS = "colwise"
-_GATHERED = ("colwise_gather_output", "colwise_rep")
-_ROWS = "rowwise"
-_EMBEDDING = "embedding_rowwise"
 
 Forward = Callable[[Tensor], Tensor]
 Wrap = Callable[[nn.Module, Forward], Forward]
@@ -55,11 +53,15 @@ def load_shard(
         config = loading.read_config(source)
         check_shardable(config, num_ranks)
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        distributed = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
-        model = loading.load_weights(
-            source, loading.weights_dtype(config, dtype, device), distributed_config=distributed
-        )
-        description = loading.describe(model, source)
+        if loading.is_quantised(config):
+            ranks = {"rank": dist.get_rank(), "num_ranks": num_ranks}
+            model, description = quantised.load_cut(source, config, dtype=dtype, device=device, **ranks)
+        else:
+            distributed = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
+            model = loading.load_weights(
+                source, loading.weights_dtype(config, dtype, device), distributed_config=distributed
+            )
+            description = loading.describe(model, source)
         run_on_local_shards(model, in_rank_order=in_rank_order)
         loading.self_check(model)
     return model, description
@@ -71,11 +73,13 @@ def check_shardable(config: Any, num_ranks: int) -> None:
     Raises:
         ModelLoadError: naming the field and the value.
     """
-    if loading.is_quantised(config):
-        raise ModelLoadError("quantised weights cannot be spread over ranks")
     text = config.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):
         raise ModelLoadError(f"{text.model_type!r} has no tensor parallel plan in transformers")
+    if loading.is_quantised(config):
+        if reason := extras.unshared_reason(config.quantization_config):
+            raise ModelLoadError(reason)
+        quantised.check_styles(text.base_model_tp_plan)
     for name in ("num_attention_heads", "num_key_value_heads"):
         num_heads = getattr(text, name, None)
         if num_heads is not None and num_heads % num_ranks:
@@ -93,9 +97,9 @@ def run_on_local_shards(model: Any, *, in_rank_order: bool = False) -> None:
     shards: dict[int, nn.Parameter] = {}
     wrappers: list[tuple[nn.Module, Wrap]] = []
     for name, module in model.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = quantised.style_of(name, plan)
         wrap = _wrapper(module, style, total)
-        if wrap is not None and isinstance(module.weight, DTensor):
+        if wrap is not None and _is_spread(module):
             _note_first_row(module)
             _unwrap(module, shards)
             wrappers.append((module, wrap))
@@ -122,14 +126,22 @@ def _wrapper(module: nn.Module, style: str | None, total: Forward) -> Wrap | Non
         total: sums over ranks.
     """
     if isinstance(module, nn.Embedding):
-        return _summed_embedding if style == _EMBEDDING else None
+        return _summed_embedding if style == EMBEDDING else None
     if not isinstance(module, nn.Linear):
         return None
-    if style == _COLUMNS:
+    if style == COLUMNS:
         return _unchanged
-    if style in _GATHERED:
+    if style in GATHERED:
         return _gathered
-    return partial(_summed, total=total) if style == _ROWS else None
+    return partial(_summed, total=total) if style == ROWS else None
+
+
+def _is_spread(module: Any) -> bool:
+    """Whether its weight is a shard: a DTensor, or smaller than the layer."""
+    is_table = isinstance(module, nn.Embedding)
+    names = ("num_embeddings", "embedding_dim") if is_table else ("out_features", "in_features")
+    shape = tuple(getattr(module, name) for name in names)
+    return isinstance(module.weight, DTensor) or tuple(module.weight.shape) != shape
 
 
 def _unwrap(module: nn.Module, shards: dict[int, nn.Parameter]) -> None:
@@ -144,9 +156,9 @@ def _unwrap(module: nn.Module, shards: dict[int, nn.Parameter]) -> None:
 
 
 def _note_first_row(module: nn.Module) -> None:
-    """Note at which row of the whole embedding the shard starts; only the DTensor knows its size."""
+    """Note at which row of the whole embedding the shard starts."""
     if isinstance(module, nn.Embedding):
-        num_rows = module.weight.shape[0]
+        num_rows = module.num_embeddings
         size = -(-num_rows // dist.get_world_size())
         module.first_row = min(dist.get_rank() * size, num_rows)  # type: ignore[assignment]
 

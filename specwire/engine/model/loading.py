@@ -377,9 +377,11 @@ def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:
         raise ModelLoadError(f"{os.fspath(source)}: the config names no context length")
     head = model.get_output_embeddings()
     text = model.config.get_text_config(decoder=True)
+    # The weight may be a shard.
+    vocab_size = text.vocab_size if head is None else getattr(head, "out_features", head.weight.shape[0])
     return {
         "context_len": context_len,
-        "vocab_size": int(text.vocab_size if head is None else head.weight.shape[0]),
+        "vocab_size": int(vocab_size),
         "num_parameters": sum(weight.numel() for weight in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "eos_token_ids": _eos_token_ids(model),

@@ -38,7 +38,8 @@ def pack_linears(model: nn.Module, *, keeps_none: bool = False) -> int:
     """
     users = Counter(id(parameter) for parameter in _all_parameters(model))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    chosen = [linear for linear in linears if _fits(linear.weight)]
+    # Some have no weight yet: compressed-tensors makes it in the first pass.
+    chosen = [each for each in linears if hasattr(each, "weight") and _fits(each.weight)]
     if keeps_none:
         chosen = [linear for linear in chosen if not _is_kept(linear.weight)]
     for linear in chosen:
