@@ -17,6 +17,7 @@ import pytest
 import coordinator.service
 import verify_service.service
 from specwire import AsyncClient, Rule, SamplingParams
+from specwire.config.link import Link
 from specwire.config.preflight import memory, plan
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -25,11 +26,11 @@ from specwire.v1 import generation_pb2_grpc
 from tests.support import adapters, encoder_decoders
 from tests.support.fronts import front
 from tests.support.harness import LocalStack, handshake, local_stack, started_services
+from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.tiny_models import written_by_transformers
 from tests.support.together import together
-from tools.proxy.delay_proxy import Link
 
 FAMILIES = ("llama", pytest.param("gpt2", marks=pytest.mark.slow))
 PROMPT = [5, 9, 11, 2, 7]
@@ -176,7 +177,7 @@ def test_sequences_that_lose_their_pages_to_each_other(served: Served) -> None:
             done = together(running.address, each_with(params, served.texts))
             assert [list(completion.token_ids) for completion in done] == [*served.texts.values()]
         assert running.status("verify").num_preemptions > 0
-        services["verify"].runner.pool.check_integrity()
+        check_integrity(services["verify"].runner.pool)
 
 
 def test_a_request_is_resumed_with_its_adapter(served: Served, stack: LocalStack) -> None:
