@@ -46,7 +46,6 @@ OURS, OFF, VLLM = "specwire", "specwire without drafts", "vLLM"
 REMOTE = "vLLM with a service of ours"
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
 _START_S, _END_S, MODEL = 300.0, 20.0, "model"
@@ -55,6 +54,7 @@ _RTT_MS = 20.0
 PARAMS = {"greedy": SamplingParams(temperature=0.0), "T = 1": SamplingParams()}
 SLOW_PASSES = """
 import time
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 def install():
@@ -63,8 +63,10 @@ def install():
         time.sleep(0.04)
         return forward(self, *args, **keywords)
     GPUModelRunner._model_forward = slowly
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0005)
 """
-"""A plug-in of vLLM's that emulates a pass of a larger model."""
+"""A plug-in of vLLM's that emulates a pass of a larger model, on a machine with cores to spare: vLLM's loop,
+which spins while it waits for a pass, takes one of two."""
 
 
 def save_plugin(folder: Path, code: str) -> Path:
@@ -88,6 +90,7 @@ def vllm(
     speculation: Mapping[str, Any] | None = None,
     log: Path,
     plugin: str = "",
+    cores: str = "nobind",
 ) -> Iterator[str]:
     """vLLM's server; yields its base URL, and ends it.
 
@@ -95,6 +98,7 @@ def vllm(
         speculation: its `--speculative-config`; None decodes plainly.
         log: what it writes.
         plugin: code of a general plug-in of its own.
+        cores: that its threads are bound to.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -102,7 +106,7 @@ def vllm(
     command += ["--served-model-name", MODEL, "--port", str(port), "--max-model-len", "1024", *flags]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
-    environment = {**os.environ, **_ENVIRONMENT}
+    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}
     if plugin:
         found = save_plugin(log.absolute().with_suffix(".plugin"), plugin)
         environment["PYTHONPATH"] = os.pathsep.join([str(found), os.environ.get("PYTHONPATH", "")])
@@ -214,10 +218,11 @@ def remote(
             "model": "specwire.vllm.RemoteDraft",
             "num_speculative_tokens": num,
         }
-        plugin = ""
+        about: dict[str, Any] = {"speculation": speculation, "log": log}
         if is_far:
-            plugin, flags = SLOW_PASSES, [*flags, "--enforce-eager"]
-        yield stack.enter_context(vllm(target, *flags, speculation=speculation, log=log, plugin=plugin))
+            about |= {"plugin": SLOW_PASSES, "cores": "1"}
+            flags.append("--enforce-eager")
+        yield stack.enter_context(vllm(target, *flags, **about))
 
 
 def acceptance_length(url: str) -> float:
