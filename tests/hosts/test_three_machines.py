@@ -32,7 +32,12 @@ def test_it_generates_text(tmp_path: Path) -> None:
     addresses = [recipe.VERIFY, recipe.DRAFT, recipe.COORDINATOR, recipe.CLIENT]
     with machines(addresses) as network, recipe.started(network, tmp_path, with_embedded):
         done = subprocess.run(
-            [*network.prefix(recipe.CLIENT), "sh", "-c", f"{recipe.USING[-1]} --max-tokens 8 --json"],
+            [
+                *network.prefix(recipe.CLIENT),
+                "sh",
+                "-c",
+                f"{recipe.USING[-1]} --num-draft-tokens 4 --max-tokens 8 --json",
+            ],
             cwd=tmp_path,
             env=recipe.environ(),
             capture_output=True,

@@ -96,8 +96,9 @@ def test_stages_add_up_behind_a_proxy(settings: dict[str, Any]) -> None:
     for completion, spent in zip(done, found, strict=True):
         check_completion(completion)
         num_rounds = completion.speculation.num_rounds
-        # Passes of 8 ms; the first has the prompt as well. A plain one begins before it is asked for.
-        assert spent[Stage.VERIFY] > (8 if settings["num_draft_tokens"] else 7) * num_rounds
+        # Passes of 8 ms; the first has the prompt as well. A plain one begins before it is asked for, while a
+        # slow machine still emits the one before.
+        assert spent[Stage.VERIFY] > (8 if settings["num_draft_tokens"] else 5) * num_rounds
         if not settings["num_draft_tokens"]:
             assert spent[Stage.DRAFT] + spent[Stage.DRAFT_QUEUE] + spent[Stage.DRAFT_NETWORK] < TOLERANCE_MS
             continue
