@@ -342,7 +342,7 @@ class TestBackgroundJobs:
 
         slow, quick = thread.run(both())
         assert len(slow.drafted) == 8
-        assert quick.forward_ns < 4.9 * 20e6  # its own steps, and no more than the one that was running
+        assert quick.forward_ns < 6 * 20e6  # its own steps, and no more than the one that was running
         for sequence in (ahead, asked):
             engine.close_sequence(sequence)
 
