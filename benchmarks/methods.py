@@ -2,8 +2,8 @@
 
 One stream, in turns with plain decoding of the same prompts by the same services, and of the same text where
 a seed fixes it. Own passes of the embedded target, and passes of 60 ms, as of a larger one. What has to be
-trained is taken from `--models` (`heads`, `inner`, `other`, `learnt`, `mtp`, `dflash`, `eagle3`), and made
-there first with `--train`; what is not there is left out, and named.
+trained is taken from `--models` (`heads`, `inner`, `other`, `learnt`, `mtp`, `dflash`, `eagle3`); what is not
+there is left out, and named.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.drafts import MAKERS
 from benchmarks.prompts import python_windows
-from benchmarks.report import RESULTS, Bar, Report, machine, say, table
+from benchmarks.report import RESULTS, Bar, Report, machine, table
 from specwire import Client, Completion, Rule, SamplingParams, embedded
 from specwire.cli.supervisor import Stack
 from specwire.config.stack import UpConfig
@@ -217,17 +216,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
     parser.add_argument("names", nargs="*", help="of methods; all by default")
     parser.add_argument("--models", type=Path, required=True, help="folder of what was trained")
-    parser.add_argument("--train", type=float, metavar="SECONDS", help="train each model that is missing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     args = parser.parse_args()
     facts = machine()
     names = args.names or list(METHODS)
-    if args.train:
-        args.models.mkdir(parents=True, exist_ok=True)
-        for needs in filter(None, (METHODS[name].needs for name in names)):
-            if not (args.models / needs).exists():
-                say(f"{needs}: training")
-                MAKERS[needs](args.models / needs, args.train)
     missing = [name for name, each in METHODS.items() if not (args.models / each.needs).exists()]
     rows = _earlier(args.out)
     for name in names:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks import drafts as pairs
 from benchmarks.embedded import corpus
 from draft_service.drafter import DraftDecider, Question
 from draft_service.scores import SharedScores
@@ -32,7 +32,7 @@ from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.tiny_models import save
 from tests.support.together import sampled
-from tests.support.vocabularies import letters, save_tokenizer
+from tests.support.vocabularies import byte_level_backend, letters, save_tokenizer
 
 TARGET_LETTERS = string.ascii_lowercase[:MARKOV_VOCAB_SIZE]
 DRAFT_LETTERS = "jqbsdrhuftalvcno"
@@ -157,8 +157,12 @@ KINDS = pytest.mark.parametrize(
 def other_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded draft with a tokenizer of its own, not trained."""
     documents, _ = corpus.split(corpus.read_library())
-    tokenizer = pairs.learn_tokenizer(documents[::12], 1200)
-    model = pairs.with_tokenizer(embedded.DRAFT_DIR, tokenizer)
+    names = "<s>", "</s>"
+    backend = byte_level_backend((each.text for each in documents[::12]), 1200, names)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=names[0], eos_token=names[1], clean_up_tokenization_spaces=False
+    )
+    model = _with_tokenizer(embedded.DRAFT_DIR, tokenizer)
     directory = tmp_path_factory.mktemp("other")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -235,3 +239,25 @@ def test_the_cache_is_rolled_back_as_far_as_needed(stack: LocalStack) -> None:
     num_run = stack.status("draft").num_tokens - before
     rounds = done.speculation.num_rounds
     assert num_run < done.usage.prompt_tokens * 1.5 + 100 + rounds * (4 + 8)
+
+
+def _with_tokenizer(source: Path, other: PreTrainedTokenizerFast) -> Any:
+    """A Llama for another tokenizer: a token is read as the last of the old tokens of its text, and written
+    as the first of them."""
+    old = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ours = PreTrainedTokenizerFast.from_pretrained(source)
+    size = max(other.get_vocab().values()) + 1
+    parts = [[0]] * size
+    for name, token_id in other.get_vocab().items():
+        known = ours.get_vocab().get(name)
+        spelt = ours.encode(other.decode([token_id]), add_special_tokens=False)
+        parts[token_id] = [known] if known is not None else spelt or [0]
+    for special in other.all_special_ids:
+        parts[special] = [ours.eos_token_id]
+    weights = old.state_dict()
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][[part[-1] for part in parts]]
+    weights["lm_head.weight"] = weights["lm_head.weight"][[part[0] for part in parts]]
+    names = {"vocab_size": size, "bos_token_id": other.bos_token_id, "eos_token_id": other.eos_token_id}
+    new = LlamaForCausalLM(LlamaConfig(**old.config.to_dict() | names))
+    new.load_state_dict(weights)
+    return new

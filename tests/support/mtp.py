@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from benchmarks.mtp_training import stored
 from tests.support import tiny_models
 from tests.support.pairs import MARKOV_VOCAB_SIZE
 
@@ -74,9 +73,35 @@ def save_markov_target(directory: Path, *, is_hostile: bool = False) -> Path:
 def _stored(mtp: MtpModel, family: str, num_before: int) -> dict[str, Tensor]:
     """The layers' weights under the names of released checkpoints."""
     if family != "mellum":
-        return stored(mtp, num_before)
+        return _of_glm(mtp, num_before)
     found: dict[str, Tensor] = {}
     for name, weight in mtp.layers.state_dict(prefix="layers.").items():
         start = next(start for start in _MELLUM if name.startswith(start))
         found[_MELLUM[start] + name.removeprefix(start)] = weight.clone()
     return found
+
+
+def _of_glm(mtp: MtpModel, num_before: int) -> dict[str, Tensor]:
+    """The layers' weights under the names of released checkpoints, which count layers on.
+
+    Args:
+        num_before: layers of the model.
+    """
+    found: dict[str, Tensor] = {}
+    for name, weight in mtp.layers.state_dict().items():
+        number, rest = name.split(".", 1)
+        rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        named = f"model.layers.{num_before + int(number)}.{rest}"
+        found |= _of_experts(named, weight) if ".experts." in named else {named: weight.clone()}
+    return found
+
+
+def _of_experts(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """One weight for each expert, where the module has one for all, [num_experts, ...]."""
+    start, kind = name.rsplit(".", 1)
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    return {
+        f"{start}.{number}.{part}.weight": chunk.clone()
+        for number, one in enumerate(weight)
+        for part, chunk in zip(parts, one.chunk(len(parts)), strict=True)
+    }
