@@ -30,10 +30,10 @@ from coordinator.length.ways import MAX_CHOSEN
 from coordinator.peers.addresses import Names
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool
+from specwire import clock
 from specwire.config.services import CoordinatorConfig
 from specwire.core import Load, ModelInfo, Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.errors import ServiceUnavailableError, SpecwireError
-from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.costs import CostModel
 from specwire.telemetry import tracing
 

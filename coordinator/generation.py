@@ -11,12 +11,12 @@ from typing import Protocol
 from coordinator.cost import Cost
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
+from specwire import clock
 from specwire.completion import Stage
 from specwire.config.speculative import FROM_TEXT
 from specwire.core import Fate, Logprobs, Outcome, Proposal, Verdict
 from specwire.errors import ServiceUnavailableError
 from specwire.proposals import chains, tree
-from specwire.proposals.estimate import clock
 from specwire.rule import acceptance
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from coordinator.cost import Cost
+from specwire import clock
 from specwire.completion import Stage, Timing
-from specwire.proposals.estimate import clock
 
 _COORDINATOR, _FAILOVER = Stage.COORDINATOR.number, Stage.FAILOVER.number
 _OF_CALL = {

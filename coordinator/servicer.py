@@ -40,12 +40,12 @@ from coordinator.requests import CheckedRequest, GenerationRequest, RequestParse
 from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
+from specwire import clock
 from specwire.completion import Stage
 from specwire.config.security.bearer import Principal
 from specwire.config.services import CoordinatorConfig
 from specwire.core import ModelInfo
 from specwire.errors import InvalidRequestError
-from specwire.proposals.estimate import clock
 from specwire.rpc import listening
 from specwire.rpc.wire import client as client_wire
 from specwire.rpc.wire import model as wire

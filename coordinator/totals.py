@@ -19,9 +19,8 @@ import grpc.aio
 from coordinator import spans
 from coordinator.ledger import Ledger
 from coordinator.tally import Tally
-from specwire import errors
+from specwire import clock, errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
-from specwire.proposals.estimate import clock
 from specwire.telemetry import logs
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.tracing import NO_SPAN, Span

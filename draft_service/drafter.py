@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_service.scores import SharedScores
 from draft_service.translation import Committed
 from draft_service.vocabulary import SharedVocabulary
+from specwire import clock
 from specwire.config.services import DraftConfig
 from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, num_in_common
 from specwire.engine import chosen
@@ -24,9 +25,8 @@ from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.drawn import NOTHING, Drawn
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
-from specwire.proposals.estimate import clock
-from specwire.proposals.estimate.calibration import NUM_RANKS
-from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
+from specwire.proposals.calibration import NUM_RANKS
+from specwire.proposals.growth import NUM_EXPANDED, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.choices import Kind, likeliest

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from draft_service.grades import Grades
 from draft_service.lessons import Lesson, Window, Windows
+from specwire import clock
 from specwire.config.services import DraftConfig
 from specwire.core import Learning
 from specwire.engine import boot
@@ -22,7 +23,6 @@ from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
 from specwire.errors import ModelLoadError
-from specwire.proposals.estimate import clock
 from specwire.rule.columns import EDITED
 from specwire.telemetry.metrics import Counter, Gauge, Metric
 

@@ -32,6 +32,7 @@ from typing import Any
 
 from draft_service.chains import ChainsJob
 from draft_service.drafter import DraftJob, LeavesJob, PeekJob, TreeJob
+from draft_service.forecast import Forecast, Likely
 from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.lessons import Lesson
 from draft_service.strings import StringJob
@@ -41,9 +42,8 @@ from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.replies import Sink
 from specwire.errors import ResourceExhaustedError, SpecwireError
-from specwire.proposals.estimate.calibration import NUM_RANKS
-from specwire.proposals.estimate.forecast import Forecast, Likely
-from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
+from specwire.proposals.calibration import NUM_RANKS
+from specwire.proposals.growth import NUM_EXPANDED, TreeGrowth
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rule.columns import EDITED
 from specwire.telemetry.tracing import Span

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from draft_service.forecast import Forecast, SharedForecast
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.learner import Learner
 from draft_service.lookahead import Branch, Lookahead, Request
 from draft_service.translation import Transcript
 from draft_service.vocabulary import SharedVocabulary
+from specwire import clock
 from specwire.config.security.bearer import Principal
 from specwire.core import Rule, SamplingParams
 from specwire.engine import serving
@@ -24,8 +26,6 @@ from specwire.engine.replies import Result
 from specwire.engine.serving import SequenceSpans
 from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import SpecwireError, UnsupportedError
-from specwire.proposals.estimate import clock
-from specwire.proposals.estimate.forecast import Forecast, SharedForecast
 from specwire.proposals.pushes import PushWindow
 from specwire.rpc import listening
 from specwire.rpc.wire import draft as draft_wire

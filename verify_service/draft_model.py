@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from specwire import clock
 from specwire.config.services import VerifyConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_SUPPORT, num_in_common
 from specwire.engine import chosen
@@ -25,7 +26,6 @@ from specwire.engine.boot import ModelService
 from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
-from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
 from specwire.rule.choices import Kind
 from specwire.rule.columns import Rows

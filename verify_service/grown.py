@@ -29,8 +29,8 @@ from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import SpecwireError
 from specwire.proposals import tree
-from specwire.proposals.estimate.calibration import NUM_RANKS, Calibration
-from specwire.proposals.estimate.growth import NUM_EXPANDED, TreeGrowth
+from specwire.proposals.calibration import NUM_RANKS, Calibration
+from specwire.proposals.growth import NUM_EXPANDED, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.choices import SHARPNESS, likeliest

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from specwire import clock
 from specwire.config.security.bearer import Principal
 from specwire.core import (
     MAX_NUM_DRAFT_TOKENS,
@@ -33,7 +34,6 @@ from specwire.engine.replies import Result
 from specwire.engine.serving import SequenceSpans
 from specwire.engine.streams import Limits, ModelStream, OpenSequence
 from specwire.errors import InvalidRequestError, SpecwireError, UnsupportedError
-from specwire.proposals.estimate import clock
 from specwire.proposals.pushes import Arrived
 from specwire.rpc.wire import verify as verify_wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder

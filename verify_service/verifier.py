@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from specwire import clock
 from specwire.core import NO_TOKEN, Logprobs, Proposal, Verdict
 from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
 from specwire.proposals import tree
-from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Places, Row, Rows, padded

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import DraftJob
+from specwire import clock
 from specwire.core import Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import NO_DRAFTING, Decider
@@ -25,8 +26,7 @@ from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
-from specwire.proposals.estimate import clock
-from specwire.proposals.estimate.calibration import NUM_RANKS
+from specwire.proposals.calibration import NUM_RANKS
 from specwire.rule.choices import SHARPNESS
 from specwire.support import IntArray
 from verify_service.verifier import VerifyJob

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from specwire.proposals.estimate import clock
+from specwire import clock
 
 Result = TypeVar("Result")
 

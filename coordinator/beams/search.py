@@ -20,10 +20,10 @@ from coordinator.cost import Cost
 from coordinator.generation import Plan, Round, Turns, Verifier
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
+from specwire import clock
 from specwire.completion import Stage
 from specwire.core import MAX_TREE_NODES, NO_TOKEN, Logprobs, Outcome, Verdict
 from specwire.errors import InternalError, ServiceUnavailableError
-from specwire.proposals.estimate import clock
 from specwire.rule.beam_search import Beam, BeamSearch, Scored
 from specwire.telemetry import tracing
 

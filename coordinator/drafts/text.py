@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from coordinator.cost import Cost
 from coordinator.generation import Drafter, Plan, Round
 from specwire.core import Proposal, num_in_common
-from specwire.proposals.estimate.forecast import PRIOR_ACCEPTANCE
+from specwire.proposals.estimate.acceptance import PRIOR_ACCEPTANCE
 from specwire.proposals.estimate.rates import Rate, best_length, expected_tokens
 from specwire.support import certain
 from specwire.telemetry import tracing

@@ -26,7 +26,7 @@ from coordinator.generation import Round
 from coordinator.length.round_costs import Block, RoundCosts
 from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Deviations, Moment, Way
 from specwire.core import Load
-from specwire.proposals.estimate.forecast import SharedAcceptance
+from specwire.proposals.estimate.acceptance import SharedAcceptance
 from specwire.proposals.estimate.rates import best_length
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
     rate(γ) = tokens(γ) / time(γ)
     tokens(γ) = 1 + reached_1 + ... + reached_γ     reached_k: probability that k or more are accepted
 
-Acceptance is estimated for each stream's own text (`specwire/proposals/estimate/forecast.py`); the time of
+Acceptance is estimated for each stream's own text (`specwire/proposals/estimate/acceptance.py`); the time of
 a round, and the way to decode, are those of all streams (`choice.py`). Only past rounds are used, never a
 draft token that is left out.
 
@@ -21,7 +21,7 @@ from coordinator.generation import Plan, Planner, Round
 from coordinator.length.choice import FIRST_LENGTH, Among, Prospects, SharedChoice
 from coordinator.length.ways import MAX_CHOSEN, PLAIN, Way
 from specwire.core import MAX_TREE_NODES
-from specwire.proposals.estimate.forecast import OwnAcceptance
+from specwire.proposals.estimate.acceptance import OwnAcceptance
 from specwire.proposals.estimate.rates import best_length
 
 _CHANGE_RATIO = 1.02

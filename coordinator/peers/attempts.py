@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from coordinator.peers.replicas import Replica
+from specwire import clock
 from specwire.errors import ResourceExhaustedError, ServiceUnavailableError, SpecwireError
-from specwire.proposals.estimate import clock
 
 RETRY_AFTER_MS = 1000
 MAX_FAILURES = 4

@@ -10,10 +10,10 @@ from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
 from coordinator.peers.link import Link
 from coordinator.peers.waits import Waits
+from specwire import clock
 from specwire.core import MAX_NUM_OUTCOMES, Preparation, Proposal, Timings
 from specwire.errors import InternalError, ServiceUnavailableError, SpecwireError
 from specwire.proposals import tree
-from specwire.proposals.estimate import clock
 from specwire.proposals.prepared import PreparedProposals
 from specwire.rpc.wire.draft import DraftAnswer, DraftOrder, PreparedAnswer
 from specwire.v1 import common_pb2

@@ -15,6 +15,7 @@ from coordinator.peers.draft_sequence import ASKED, DraftSequence
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
+from specwire import clock
 from specwire.core import ModelInfo, Preparation, Proposal, SamplingParams
 from specwire.errors import (
     InternalError,
@@ -24,7 +25,6 @@ from specwire.errors import (
     ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.proposals.estimate import clock
 from specwire.proposals.prepared import Prepared
 from specwire.rpc.wire import model as wire
 from specwire.telemetry import semantics as names

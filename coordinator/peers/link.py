@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from specwire import clock
 from specwire.errors import InternalError, InvalidRequestError, ServiceUnavailableError, SpecwireError
-from specwire.proposals.estimate import clock
 from specwire.proposals.pushes import Arrived, PushWindow
 from specwire.v1 import common_pb2
 

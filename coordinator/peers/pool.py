@@ -11,8 +11,8 @@ from typing import Any
 from coordinator.peers.addresses import Names, follow
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
 from coordinator.peers.waits import Waits
+from specwire import clock
 from specwire.config.fields import DNS, split_addresses
-from specwire.proposals.estimate import clock
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 

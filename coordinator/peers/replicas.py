@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from specwire import clock
 from specwire.core import ModelInfo
-from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.costs import CostModel
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
 from coordinator.requests import GenerationRequest
+from specwire import clock
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Continuation, Outcome, Proposal, Timings, Verdict, Wanted
 from specwire.errors import (
     InternalError,
@@ -25,7 +26,6 @@ from specwire.errors import (
     SpecwireError,
 )
 from specwire.proposals import tree
-from specwire.proposals.estimate import clock
 from specwire.proposals.prepared import PreparedProposals
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire import proposals

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.inner.jobs import InnerJob
 from draft_service.inner.pace import Look
+from specwire import clock
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.device import Runner
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
-from specwire.proposals.estimate import clock
 
 _LOOK = Look(0, 0.6)
 _RATE, _MAX_JUMP = 0.2, 4.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specwire import clock
 from specwire.engine.jobs import Job, TokenSequence
-from specwire.proposals.estimate import clock
 
 
 class Gathering:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from specwire import clock
 from specwire.core import SamplingParams, check_token_ids
 from specwire.engine.cache import prefix
 from specwire.engine.cache.kv_cache import SequenceCache
@@ -17,7 +18,6 @@ from specwire.errors import (
     PrefixMismatchError,
     RequestCancelledError,
 )
-from specwire.proposals.estimate import clock
 from specwire.proposals.tree import TokenTree, follow
 from specwire.rule.columns import Encoded, Row
 

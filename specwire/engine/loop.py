@@ -28,6 +28,7 @@ from typing import Protocol
 
 import torch
 
+from specwire import clock
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams, check_adapter, check_token_id
 from specwire.engine.cache import prefix
 from specwire.engine.counts import EngineStatus
@@ -48,7 +49,6 @@ from specwire.errors import (
     ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.costs import CostModel
 
 _MAX_DELAY = 0.1

@@ -10,9 +10,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from specwire import clock
 from specwire.engine.replies import Replies
 from specwire.errors import ServiceUnavailableError
-from specwire.proposals.estimate import clock
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specwire import clock
 from specwire.core import Timings
 from specwire.engine.jobs import Job
-from specwire.proposals.estimate import clock
 from specwire.telemetry import semantics as names
 from specwire.telemetry.propagation import TraceContext
 from specwire.telemetry.tracing import Span, SpanKind, Tracing

@@ -14,9 +14,8 @@ from benchmarks.simulation.controller import LEAN, WIDE_VOCAB
 from benchmarks.simulation.devices import Device, StepCost
 from benchmarks.simulation.network import Link
 from benchmarks.simulation.system import Setting
-from specwire import SamplingParams
+from specwire import SamplingParams, clock
 from specwire.engine.emulated import EmulatedModel
-from specwire.proposals.estimate import clock
 from specwire.proposals.estimate.rates import best_length
 from specwire.v1 import generation_pb2
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
+from draft_service.forecast import Forecast, SharedForecast
 from draft_service.lookahead import Branch, Lookahead, Request
 from specwire import ResourceExhaustedError, Rule, SamplingParams, UnsupportedError
 from specwire.config.services import DraftConfig
@@ -23,7 +24,6 @@ from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.replies import Result
 from specwire.errors import RequestCancelledError
-from specwire.proposals.estimate.forecast import Forecast, SharedForecast
 from specwire.proposals.pushes import Arrived
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire.draft import DraftOrder

@@ -21,7 +21,7 @@ from coordinator.peers.attempts import MAX_FAILURES, Attempts
 from coordinator.peers.handshake import check_same
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
-from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire import AsyncClient, Completion, Rule, SamplingParams, clock
 from specwire.config.fields import split_addresses
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
@@ -32,7 +32,6 @@ from specwire.errors import (
     ResourceExhaustedError,
     ServiceUnavailableError,
 )
-from specwire.proposals.estimate import clock
 from specwire.v1 import generation_pb2
 from tests.support.pairs import save_good_draft, save_target
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from specwire.proposals.estimate import clock
+from specwire import clock
 
 
 def test_a_moment_has_its_date() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specwire.proposals.estimate.forecast import NUM_POSITIONS, OwnAcceptance, SharedAcceptance
+from specwire.proposals.estimate.acceptance import NUM_POSITIONS, OwnAcceptance, SharedAcceptance
 
 EASY, HARD = 0.95, 0.3
 

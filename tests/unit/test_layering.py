@@ -17,7 +17,7 @@ from tests.support.imports import (
 )
 
 ORDER = (
-    ("errors", "parent", "v1", "embedded"),
+    ("clock", "errors", "parent", "v1", "embedded"),
     ("text",),
     ("core", "support"),
     ("completion", "proposals"),
@@ -28,7 +28,12 @@ ORDER = (
 
 WITHIN = {
     "text": (("schema_unions",), ("schema",), ("grammar", "tokenizer"), ("token_texts",)),
-    "proposals": (("tree", "history"), ("chains",), ("prepared", "pushes"), ("estimate",)),
+    "proposals": (
+        ("calibration", "tree", "history"),
+        ("chains", "growth"),
+        ("prepared", "pushes"),
+        ("estimate",),
+    ),
     "config": (("cuda", "ports", "security"), ("",), ("preflight",)),
     "rpc": (("interrupts", "wire"), ("",)),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from draft_service.forecast import Forecast, SharedForecast
 from specwire.core import Proposal
-from specwire.proposals.estimate.forecast import Forecast, SharedForecast
 from specwire.proposals.prepared import PreparedProposals
 from specwire.support import Support
 

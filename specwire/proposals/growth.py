@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from specwire.core import MAX_TREE_NODES, Proposal
 from specwire.proposals import tree
-from specwire.proposals.estimate.calibration import Calibration
+from specwire.proposals.calibration import Calibration
 from specwire.proposals.tree import TokenTree
 
 NUM_EXPANDED = 8
