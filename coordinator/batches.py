@@ -45,6 +45,7 @@ runs the tokens again."""
 _IDLE_S = 5.0
 """Seconds without a step after which all sequences have ended."""
 _GREEDY = SamplingParams(temperature=0.0, seed=0, rule=Rule.GUMBEL)
+_NO_VERDICT = Verdict(0, ())
 
 
 class Row(NamedTuple):
@@ -104,12 +105,11 @@ class _Sequence:
     span: tracing.Span = tracing.NO_SPAN
     ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def judged(self, token_ids: Sequence[int], load: Load, step_ns: int) -> Round:
+    def judged(self, token_ids: Sequence[int], step_cost: Cost) -> Round:
         """The round that the engine has ended."""
         num_accepted = min(len(token_ids) - 1, len(self.proposal.token_ids))
         outcome = Outcome(range(num_accepted), token_ids[-1])
-        verify_cost = Cost(CallOutcome.READY, step_ns, forward_ns=step_ns, load=load)
-        return Round(self.proposal, Verdict(0, ()), outcome, self.cost, verify_cost)
+        return Round(self.proposal, _NO_VERDICT, outcome, self.cost, step_cost)
 
 
 class BatchDrafter:
@@ -135,8 +135,11 @@ class BatchDrafter:
         self._sequences: list[_Sequence] = []
         self._costs = CostModel(2)  # of a step, by sequences and tokens
         self._num_steps = self._ended_ns = self._num_running = 0
+        self._may_prepare = True
         self._choice = SharedChoice(
-            lambda: self._num_running, num_outcomes=config.fixed_outcomes, may_prepare=self._may_prepare
+            lambda: self._num_running,
+            num_outcomes=config.fixed_outcomes,
+            may_prepare=lambda: self._may_prepare,
         )
         self._loop = asyncio.new_event_loop()
         self._idle: asyncio.TimerHandle | None = None
@@ -168,11 +171,6 @@ class BatchDrafter:
             await pool.close()
             raise
         return pool
-
-    def _may_prepare(self) -> bool:
-        draft = self._pool.info
-        is_fixed = self._config.fixed_outcomes is not None
-        return is_fixed or draft is None or not draft.takes_turns_with(self._target)
 
     def propose(self, rows: Sequence[Row | None]) -> list[list[int]]:
         """[num_rows] draft tokens to judge in the next step; of None, and where none are worth it, no tokens.
@@ -210,7 +208,9 @@ class BatchDrafter:
         self._num_steps += 1
         self._rows = self._found(rows)
         running = [sequence for sequence in self._rows if sequence is not None]
-        self._num_running = len(running)
+        self._num_running, draft = len(running), self._pool.info
+        is_fixed = self._config.fixed_outcomes is not None
+        self._may_prepare = is_fixed or draft is None or not draft.takes_turns_with(self._target)
         self._learn(rows, now_ns)
         asked: list[tuple[_Sequence, Plan]] = []
         for sequence in running:
@@ -251,12 +251,13 @@ class BatchDrafter:
         """From the step that has ended: what it cost, and what of each proposal was accepted."""
         step_ns = max(1, now_ns - self._ended_ns)
         load = self._load(len(rows), step_ns)
+        step_cost = Cost(CallOutcome.READY, step_ns, forward_ns=step_ns, load=load)
         for row, sequence in zip(rows, self._rows, strict=True):
             if row is None or sequence is None:
                 continue
             token_ids = row.token_ids[len(sequence.committed) : row.num_tokens].tolist()
             if sequence.committed:
-                done = sequence.judged(token_ids, load, step_ns)
+                done = sequence.judged(token_ids, step_cost)
                 self._counts.num_accepted_tokens += done.outcome.num_accepted
                 sequence.planner.observe(done, now_ns - sequence.begun_ns)
             sequence.committed += token_ids

@@ -404,6 +404,8 @@ class Proposal:
 
     def first(self, num_tokens: int) -> Proposal:
         """The first tokens of a chain or a tree; their number must not depend on the tokens."""
+        if num_tokens >= len(self.token_ids):
+            return self
         return replace(
             self,
             token_ids=self.token_ids[:num_tokens],

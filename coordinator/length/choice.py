@@ -146,6 +146,7 @@ class SharedChoice:
 
     Attributes:
         acceptances: by nodes of a tree, 0 for chains.
+        are_known: whether costs are, so that there is a choice.
         num_trials: begun so far.
         why_not: the case against drafting by the latest figures, for rounds that are planned without.
 
@@ -170,7 +171,7 @@ class SharedChoice:
         self._num_running, self._may_prepare, self._num_outcomes = num_streams, may_prepare, num_outcomes
         self._told = told
         self.acceptances = {nodes: SharedAcceptance() for nodes in (CHAIN, *TREES)}
-        self.costs, self._deviations = RoundCosts(num_chains), Deviations()
+        self.costs, self._deviations, self.are_known = RoundCosts(num_chains), Deviations(), False
         self._held: dict[Among, _Held] = {}
         self._slowness: dict[Way, float] = {}  # measured over modelled time, by way
         self._measured: dict[Way, float] = {}  # tokens a nanosecond of a stream, in the last block
@@ -201,6 +202,7 @@ class SharedChoice:
         held = self._held.get(among)
         if not self.are_known:
             self.costs.know(*self._told())
+            self.are_known = self.costs.are_known
         if held is None or self._num_streams_changed(held) or (held.way.prepares and not self._may_prepare()):
             held = self._held[among] = self._entered(among, held)
         outcomes = MAX_OUTCOMES if self._num_outcomes is None else self._num_outcomes
@@ -234,14 +236,9 @@ class SharedChoice:
         """Whether costs are learnt from the next round that is added."""
         return not self.are_known or self._num_rounds + 1 >= self._learn_at
 
-    @property
-    def are_known(self) -> bool:
-        """Whether costs are, so that there is a choice."""
-        return self.costs.are_known
-
     def add(self, done: Round, way: Way, elapsed_ns: int) -> None:
         """Count a round of any stream and its time, and learn from it if its turn has come."""
-        is_learnt, were_known = self.learns_next, self.are_known
+        is_learnt = self.learns_next
         self._num_rounds += 1
         self._now += elapsed_ns / 1e9 / self._num_streams
         if not is_learnt:
@@ -249,7 +246,8 @@ class SharedChoice:
         # An odd number: not the rounds of the same streams each time.
         self._learn_at = self._num_rounds + (self._num_streams // _LEARNT_ROUNDS | 1)
         self.costs.add(done, way)
-        if self.are_known and not were_known:
+        if not self.are_known and self.costs.are_known:
+            self.are_known = True
             self._held.clear()
 
     def add_settled(self, among: Among, way: Way, done: Round, elapsed_ns: int) -> None:
