@@ -78,22 +78,22 @@ class AdmissionSlot:
 
 
 class Admission:
-    """Limits on running, waiting and paused generations, fair between clients."""
+    """Limits on running, waiting and paused generations, fair between clients.
+
+    Attributes:
+        num_running: generations running.
+    """
 
     def __init__(self, *, max_running: int, max_waiting: int) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
+        self.num_running = 0  # the sum, which every round asks for
         self._waiting: list[_Entry] = []
         self._paused: list[AdmissionSlot] = []  # the longest pause comes first
         self._last_turn: dict[str, int] = {}
         self._num_turns = 0
         self._mean_turn_s = 1.0
-
-    @property
-    def num_running(self) -> int:
-        """Generations running."""
-        return self._running.total()
 
     @property
     def num_waiting(self) -> int:
@@ -201,11 +201,13 @@ class Admission:
 
     def _start(self, client: str) -> None:
         self._running[client] += 1
+        self.num_running += 1
         self._num_turns += 1
         self._last_turn[client] = self._num_turns
 
     def _release(self, client: str) -> None:
         self._running[client] -= 1
+        self.num_running -= 1
         while ready := [entry for entry in self._waiting if self._may_start(entry.client)]:
             entry = min(ready, key=self._priority)
             self._waiting.remove(entry)

@@ -247,7 +247,9 @@ class RemoteVerifier:
             SpecwireError: no target is available, or it refused the request.
         """
         started_ns, lost_ns = clock.stopwatch_ns(), 0
-        self._wanted = replace(self._wanted, num_plain=PLAIN_AHEAD if is_plain and self._goes_on else 0)
+        num_plain = PLAIN_AHEAD if is_plain and self._goes_on else 0
+        if num_plain != self._wanted.num_plain:
+            self._wanted = replace(self._wanted, num_plain=num_plain)
         attempts: Attempts | None = None  # a round without failures needs none
         while True:
             replica = self._replica
