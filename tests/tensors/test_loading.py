@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from specwire.config import cpu
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
 from specwire.engine.cache.layer_cache import Scoring
@@ -47,9 +48,13 @@ def test_dtype_is_as_asked(dtype: str, llama_dir: Path) -> None:
     assert describe(load_model(str(llama_dir), dtype=dtype), llama_dir)["dtype"] == dtype
 
 
-def test_auto_dtype_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_native", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_dtype_is_that_of_the_checkpoint_where_the_processor_has_it(
+    is_native: bool, wanted: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "is_native", lambda dtype: is_native)
     save(build("qwen3").to(torch.bfloat16), tmp_path)
-    assert load_model(tmp_path).dtype == torch.bfloat16
+    assert load_model(tmp_path).dtype == wanted
 
 
 def test_tied_weights_are_not_missing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specwire.config import cuda
+from specwire.config.cpu import default_dtype
 from specwire.config.models import EMBEDDED
 from specwire.config.preflight.models import Files, Model, text_config
 from specwire.errors import ConfigError
@@ -83,8 +84,8 @@ def _footprint(files: Files) -> _Footprint | None:
     dtype = model.dtype
     if dtype == "auto":
         dtype = _own_dtype(files.config, tensors)
-        if model.on_cuda and dtype == "float32" and not is_quantised:
-            dtype = "bfloat16"
+        if not is_quantised:
+            dtype = default_dtype(dtype, model.device)
         if model.source == EMBEDDED and not model.on_cuda:
             dtype = "float32"
     width, count = _WIDTHS[dtype], 1 if model.on_cuda else model.num_devices

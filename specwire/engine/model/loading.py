@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.quantizers import AutoHfQuantizer
 
 from specwire.config import extras
+from specwire.config.cpu import default_dtype
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.probe import ATTENTION_TYPES, PLAIN_TYPES, RECURRENT_TYPES
 from specwire.engine.batch import Feed
@@ -46,8 +47,8 @@ def load_model(
 
     Args:
         source: directory with config and weights, or a hub id.
-        dtype: of the weights: the name of a torch dtype, or `auto` for that of the checkpoint; on CUDA `auto`
-            converts a float32 checkpoint to bfloat16. Quantised weights keep their format.
+        dtype: of the weights: the name of a torch dtype, or `auto` (`default_dtype`). Quantised weights keep
+            their format.
         device: where to load it.
         packs: whether weights may be packed on a CPU; packed ones cannot learn.
 
@@ -175,10 +176,11 @@ def _check_quantiser(config: Any) -> None:
 
 def weights_dtype(config: Any, dtype: str, device: str) -> str:
     """The dtype to load the weights in, on this device; see `load_model`."""
-    if dtype != "auto" or is_quantised(config) or torch.device(device).type != "cuda":
+    if dtype != "auto" or is_quantised(config):
         return dtype
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return "auto" if stored in ("bfloat16", "float16") else "bfloat16"
+    found = default_dtype(stored, device)
+    return dtype if found == stored else found
 
 
 def placement(config: Any, device: str) -> dict[str, Any]:
