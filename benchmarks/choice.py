@@ -165,7 +165,7 @@ def config_of(pair: str, device: str) -> UpConfig:
         config = replace(config, dtype="float32", draft_dtype="float32", num_threads=1)
         return replace(config, target=str(TRAINED_DIR / "target"), draft=str(TRAINED_DIR / "draft"))
     target = widen.cached(embedded.TARGET_DIR, SHAPES[pair], torch.bfloat16, CACHE, device)
-    return replace(config, target=str(target), draft=str(embedded.DRAFT_DIR), dtype="bfloat16")
+    return replace(config, target=str(target), draft=str(embedded.DRAFT_DIR))
 
 
 def write(out: Path, found: Sequence[Measured]) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from specwire.config.cpu import is_native
 from specwire.engine.heads.files import replace_file
 from specwire.engine.model.drafter import bare_rows
 from specwire.engine.model.eagle3 import Eagle3, read_settings
@@ -105,22 +106,25 @@ def untrained(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:
 
 
 def _fit(model: Any, drafter: Eagle3, text: Tensor, config: TrainEagle3Config, kept: Kept, bar: Bar) -> None:
-    """All steps, those before an interruption included: matrices by Muon, the rest by AdamW."""
-    inside = [each for name, each in drafter.named_parameters() if each.ndim == 2 and "lm_head" not in name]
+    """All steps, those before an interruption included: matrices by Muon, which computes in bfloat16 and is
+    left out where the processor does not; the rest by AdamW."""
+    is_fast, every = is_native("bfloat16"), dict(drafter.named_parameters())
+    inside = [each for name, each in every.items() if is_fast and each.ndim == 2 and "lm_head" not in name]
     known = {id(each) for each in inside}
-    others = [each for each in drafter.parameters() if id(each) not in known]
-    optimizers: Optimizers = (
-        torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
-    )
+    others = [each for each in every.values() if id(each) not in known]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)
+    ]
+    if inside:
+        optimizers.insert(0, torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
     num_done = _restore(kept, drafter, optimizers)
     with bar("steps", config.steps) as advance:
         advance(num_done)
         for step in range(num_done, config.steps):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_fast):
                 loss = loss_of(model, drafter, _windows(text, step), config.depth)
             torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_([*inside, *others], 1.0)
+            torch.nn.utils.clip_grad_norm_(every.values(), 1.0)
             progress = step / config.steps
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
