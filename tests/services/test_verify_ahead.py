@@ -355,6 +355,7 @@ def test_no_memory_to_go_on_in(
     on: Watched, expected: Completion, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
 ) -> None:
     """The round that was announced fails, and is judged when it is asked for."""
+    on.generate(replace(params, max_tokens=1))  # opens the stream
     begun_again = mock.Mock(side_effect=on.stream._begin_again)
     monkeypatch.setattr(on.verify.engine._scheduler, "fill", lambda *_: None)
     monkeypatch.setattr(on.stream, "_begin_again", begun_again)
