@@ -174,8 +174,8 @@ coverage: setup
 
 slow: export OMP_NUM_THREADS = 1
 slow: setup suites
-	@$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "slow and not serial"; parallel=$$?; \
-	$(PYTEST) -m "slow and serial" && exit $$parallel
+	@$(PYTEST) -m "slow and serial"; serial=$$?; \
+	$(PYTEST) --numprocesses 2 --dist worksteal --timeout 600 -m "slow and not serial" && exit $$serial
 
 # Four machines as network namespaces, whose links fail, and a target over two of them: 4 minutes, or 6 on busy cores.
 # Needs root, iproute2, nftables and openssl.

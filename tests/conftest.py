@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,13 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sample.mark_slow(items)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip slow tests from a time on, in seconds since 1970: CI ends a run that takes too long."""
+    if item.get_closest_marker("slow") and time.time() > float(os.environ.get("SLOW_UNTIL_S", "inf")):
+        pytest.skip("SLOW_UNTIL_S has passed")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
