@@ -129,7 +129,7 @@ def test_what_was_drafted_ahead_is_not_network() -> None:
         [root] = roots(receiver, 1)
     found = stages(root)
     assert done.timing.ahead_ms > 0
-    assert found[Stage.DRAFT] > 3 * found[Stage.DRAFT_NETWORK], found
+    assert found[Stage.DRAFT] > 1.5 * found[Stage.DRAFT_NETWORK], found  # else it is the smaller one
 
 
 def test_eight_streams_at_once_wait_for_each_other() -> None:
