@@ -12,25 +12,6 @@ MKLDNN_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_b
 _NO_POINTWISE: tuple[str, list[float], str] = ("none", [], "")
 
 
-def flash_attention_with_lse(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The fused CPU kernel behind `scaled_dot_product_attention`, which drops the second result.
-
-    Args:
-        queries: [batch, num_heads, num_queries, head_dim].
-        keys, values: [batch, num_heads, num_keys, head_dim].
-        mask: additive, broadcast to [batch, num_heads, num_queries, num_keys]; None where all keys are seen.
-
-    Returns:
-        The attention, like `queries`, and lse, the logarithm of each query's sum of exponentials, float32
-        [batch, num_heads, num_queries].
-    """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = flash(queries, keys, values, 0.0, False, attn_mask=mask, scale=scale)
-    return output, lse
-
-
 def can_pack_weights(dtype: torch.dtype) -> bool:
     """Whether this torch has the operators of oneDNN, and this processor instructions for the dtype."""
     has_kernels: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

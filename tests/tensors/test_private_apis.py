@@ -26,23 +26,6 @@ TORCH = f"specwire/engine/private.py uses it of torch, which is now {torch.__ver
 GRPC = f"specwire/rpc/private.py uses it of grpcio, which is now {grpc.__version__}"
 
 
-def test_torch_has_a_flash_kernel_for_cpus_that_returns_lse() -> None:
-    assert hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"), (
-        f"{TORCH}: find the operator that scaled_dot_product_attention calls on a CPU now; if none returns "
-        "lse, let views.plan_reads put split sequences into `scored` instead of `parts`, which is slower"
-    )
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (
-        torch.randn(1, 2, num, 8, generator=generator, dtype=torch.float32) for num in (3, 5, 5)
-    )
-    mask = torch.zeros(3, 5).masked_fill(torch.ones(3, 5, dtype=torch.bool).triu(3), -torch.inf)
-    output, lse = private.flash_attention_with_lse(queries, keys, values, mask, 0.5)
-    scores = queries @ keys.transpose(2, 3) * 0.5 + mask
-    changed = f"{TORCH}: its arguments or results have changed; adapt flash_attention_with_lse"
-    torch.testing.assert_close(output, scores.softmax(-1) @ values, msg=changed)
-    torch.testing.assert_close(lse, scores.logsumexp(-1), msg=changed)
-
-
 def test_transformers_sets_weights_by_a_function_that_names_them() -> None:
     parameters = list(inspect.signature(core_model_loading.set_param_for_module).parameters)
     assert parameters[:2] == ["model", "target_name"], (

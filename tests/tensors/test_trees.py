@@ -177,7 +177,7 @@ def test_dense_and_recorded_steps_know_trees(family: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
-    """In parts and by scores as on a CPU, in one call as on other devices, and over gathered pages."""
+    """By the kernel and by scores as on a CPU, and over gathered pages as elsewhere."""
     generator = torch.Generator().manual_seed(0)
     drawn, scoring = Drawn.of(20, seed=4), Scoring(0.4, window)
     num_keys = drawn.tree.end
@@ -185,17 +185,12 @@ def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
     for num_query in (1, 6, 21, 25):
         query = torch.randn(1, 4, num_query, 8, generator=generator)
         segment = Segment(0, num_query, num_keys, [Run(0, num_keys)], list(range(11)), drawn.tree)
-        view, in_parts = (
-            views._View.of(segment, window),
-            views.plan_reads([segment], window, 2, True, layer.keys),
-        )
-        assert (in_parts.merge is None) == (window is not None), "a mask over a window is small anyway"
+        view = views._View.of(segment, window)
         packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), [segment], {}, page_size=4)
         found = [packed._dense_step().attend(layer, query, scoring)] + [
             views.view_attention(plan, layer, query, scoring)
             for plan in (
-                in_parts,
-                views.ReadPlan(whole=[view.whole(window, 2, layer.keys)]),
+                views.plan_reads([segment], window, 2, True, layer.keys),
                 views.ReadPlan(scored=[view.scored(window, 2, layer.keys)]),
             )
         ]

@@ -1,19 +1,20 @@
 """Attention that reads pages in place: a contiguous run of slots is a view, never a copy.
 
     sequence in one run              queries ──▶ fused kernel
-    sequence in several runs         queries ──▶ fused kernel for each run ──▶ merge by the parts' weights
-    runs that several sequences share: the queries of all of them in one call, which reads the keys once
-    sequence that ends in a tree     the runs are cut before it, so that only its own keys need a mask
+    sequence in several runs         the same, over a copy of its keys
+    sequences that begin alike       queries of all ──▶ fused kernel, over one copy of the keys of all, masked
     decoder with an encoder          its own keys follow those of the input, which other layers read
 
-Parts merge exactly: with out_i and lse_i (the logarithm of the sum of exponentials) of each run's keys, the
-whole is sum(softmax(lse)_i * out_i), as in FlashAttention (Dao et al. 2022, arXiv 2205.14135) and, for shared
-prefixes, Hydragen (Juravsky et al. 2024, arXiv 2402.05099).
+A call of the kernel takes as long as a copy of some hundred keys, so several runs are copied together. Each
+read in place, with results merged by their weights, took 1.3 to 2 times as long with 500 keys, 0.9 times with
+5,000, and 3.4 times for eight forks of 150 (one thread of an AMD EPYC, two KV heads of 64).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -27,7 +28,6 @@ from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.batch import Segment
 from specwire.engine.cache.kv_cache import Run, first_tokens
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
-from specwire.engine.private import flash_attention_with_lse
 from specwire.support import IntArray
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -36,26 +36,29 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 # once; beyond, the product is compute-bound, and a mask repeated for the group would be large.
 _MAX_STACKED_QUERIES = 64
 _QUERY_BLOCK = 256
+_MOST_READ = 2
+"""Sequences are read together while each query reads at most so many times its own keys. Over a call for each
+run, with 2 and with 4: 0.55 and 0.55 of 32 forks of 530 keys that share 500, 0.60 and 0.55 of 8 of 300 that
+share 200, 1.13 and 1.37 of 8 of 1,064 that share 64."""
 
 
 class Read(NamedTuple):
-    """Queries against one run of keys: one call of the kernel.
+    """Queries against some runs of keys: one call of the kernel.
 
     Attributes:
-        rows: the queries' positions in the packed row; indices where those of a shared run are not adjacent.
-        run: the keys.
+        rows: the queries' positions in the packed row; indices where those of several sequences are not
+            adjacent.
+        runs: the keys.
         mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
             where all keys are seen or `is_causal` is set. With a bias [1, num_kv_heads, group * num_query,
             num_keys].
         is_causal: queries and keys are the same tokens, each seeing itself and earlier ones.
-        hidden: bool [rows of the mask], queries that see none of these keys; None if there are none.
     """
 
     rows: slice | Tensor
-    run: Run
+    runs: Sequence[Run]
     mask: Tensor | None = None
     is_causal: bool = False
-    hidden: Tensor | None = None
 
 
 class ScoredRead(NamedTuple):
@@ -78,19 +81,14 @@ class ReadPlan:
     """How a packed row reads every layer of one kind; made once a step.
 
     Attributes:
-        whole: sequences in one run each.
-        scored: sequences that the kernel does not support.
-        parts: runs of the other sequences.
-        merge: int64 [rows with parts, most parts of a row]; the parts of each row, as indices into the
-            concatenated results of `parts`. One past their end stands for none.
-        order: int64 [num_tokens], index of each token's result in the concatenated results of whole, scored
-            and merged; None when they are in order.
+        fused: what the kernel computes.
+        scored: sequences that it does not support.
+        order: int64 [num_tokens], index of each token's result in the concatenated results of fused and
+            scored; None when they are in order.
     """
 
-    whole: list[Read] = field(default_factory=list)
+    fused: list[Read] = field(default_factory=list)
     scored: list[ScoredRead] = field(default_factory=list)
-    parts: list[Read] = field(default_factory=list)
-    merge: Tensor | None = None
     order: Tensor | None = None
 
 
@@ -118,26 +116,22 @@ def plan_reads(
         fused: see `can_fuse`.
         bias: see `Scoring`.
     """
-    plan, split = ReadPlan(), []
-    can_split = fused and keys.device.type == "cpu"
+    plan, alike = ReadPlan(), defaultdict[int, list[_View]](list)
     for segment in segments:
         view = _View.of(segment, window)
-        is_cut = can_split and segment.tree is not None and window is None
         if bias is not None:
             mask = view.biased(bias, window, group, keys)
-            if fused and len(view.runs) == 1 and segment.num_query <= _MAX_STACKED_QUERIES:
-                plan.whole.append(Read(view.rows, view.runs[0], mask.flatten(1, 2)[None]))
+            if fused and segment.num_query <= _MAX_STACKED_QUERIES:
+                plan.fused.append(Read(view.rows, view.runs, mask.flatten(1, 2)[None]))
             else:
                 plan.scored.append(ScoredRead(view.rows, view.runs, mask))
-        elif fused and len(view.runs) == 1 and not is_cut:
-            plan.whole.append(view.whole(window, group, keys))
-        elif can_split:
-            split.append(view)
+        elif fused:
+            alike[view.runs[0].start_slot].append(view)
         else:
             plan.scored.append(view.scored(window, group, keys))
-    if split:
-        _plan_parts(plan, split, window, group, keys)
-    return _ordered(plan, [view.rows for view in split], keys.device)
+    for some in alike.values():
+        plan.fused += [_read(each, window, group, keys) for each in _groups(some)]
+    return _ordered(plan, keys.device)
 
 
 def plan_inputs(segments: Sequence[Segment], fused: bool, device: torch.device) -> ReadPlan:
@@ -145,18 +139,18 @@ def plan_inputs(segments: Sequence[Segment], fused: bool, device: torch.device) 
     plan = ReadPlan()
     for segment in segments:
         rows, runs = _rows(segment), first_tokens(segment.runs, segment.encoder_len)
-        if fused and len(runs) == 1:
-            plan.whole.append(Read(rows, runs[0]))
+        if fused:
+            plan.fused.append(Read(rows, runs))
         else:
             plan.scored.append(ScoredRead(rows, runs, None))
-    return _ordered(plan, [], device)
+    return _ordered(plan, device)
 
 
-def _ordered(plan: ReadPlan, split: list[slice], device: torch.device) -> ReadPlan:
-    """The plan with its order; `split` are the rows of `parts`."""
-    if sum(map(bool, (plan.whole, plan.scored, split))) > 1:  # of one sort they are in order
-        rows = [read.rows for read in plan.whole] + [read.rows for read in plan.scored]
-        places = _places([*rows, *split])
+def _ordered(plan: ReadPlan, device: torch.device) -> ReadPlan:
+    """The plan with its order."""
+    rows = [read.rows for read in plan.fused] + [read.rows for read in plan.scored]
+    if len(rows) > 1 or isinstance(rows[0], Tensor):
+        places = _places(rows)
         if bool((places.diff() < 0).any()):
             plan.order = torch.argsort(places).to(device)
     return plan
@@ -221,7 +215,7 @@ class _View(NamedTuple):
     def whole(self, window: int | None, group: int, keys: Tensor) -> Read:
         is_causal = self.is_causal(window)
         mask = None if is_causal else self.mask(window, group, keys)
-        return Read(self.rows, self.runs[0], mask, is_causal)
+        return Read(self.rows, self.runs, mask, is_causal)
 
     def scored(self, window: int | None, group: int, keys: Tensor) -> ScoredRead:
         mask = self.mask(window, group, keys)
@@ -229,56 +223,42 @@ class _View(NamedTuple):
             mask = mask.view(-1, self.segment.num_query, self.num_keys)
         return ScoredRead(self.rows, self.runs, mask)
 
-    def parts(self, window: int | None, group: int, keys: Tensor) -> list[Read]:
-        if self.segment.tree is not None and window is None and self.first_key < self.segment.num_common:
-            return self._tree_parts(group, keys)
-        mask = self.mask(window, group, keys)
-        ends = list(accumulate(run.num_tokens for run in self.runs))
-        return [self._part(run, end, window, mask) for run, end in zip(self.runs, ends, strict=True)]
 
-    def _tree_parts(self, group: int, keys: Tensor) -> list[Read]:
-        """All queries see all keys before the tree and before themselves; only the rest needs a mask."""
-        cut = self.segment.num_common
-        rest = _View(self.segment, cut, _skip(self.runs, cut - self.first_key))
-        seen_by_all = [Read(self.rows, run) for run in first_tokens(self.runs, cut - self.first_key)]
-        return [*seen_by_all, *rest.parts(None, group, keys)]
-
-    def _part(self, run: Run, end: int, window: int | None, mask: Tensor | None) -> Read:
-        start = end - run.num_tokens
-        # The first token of a chain sees its own key, and so do all others.
-        before_all = self.first_key + end <= self.segment.num_common + (self.segment.tree is None)
-        inside_window = window is None or start >= self.num_keys - window
-        if mask is None or (before_all and inside_window):
-            return Read(self.rows, run)
-        columns = mask[:, start:end]
-        hidden = torch.isneginf(columns).all(dim=1)
-        return Read(self.rows, run, columns, hidden=hidden if bool(hidden.any()) else None)
+def _groups(views: Sequence[_View]) -> list[list[_View]]:
+    """Views whose keys begin alike, as they are read together."""
+    groups: list[list[_View]] = [[]]
+    num_queries = num_keys = 0
+    for view in views:
+        num_queries += view.segment.num_query
+        num_keys += view.num_keys - view.runs[0].num_tokens
+        most = _MOST_READ * view.num_keys - view.runs[0].num_tokens
+        if groups[-1] and (num_queries > _MAX_STACKED_QUERIES or num_keys > most):
+            groups.append([])
+            num_queries, num_keys = view.segment.num_query, view.num_keys - view.runs[0].num_tokens
+        groups[-1].append(view)
+    return groups
 
 
-def _plan_parts(plan: ReadPlan, split: list[_View], window: int | None, group: int, keys: Tensor) -> None:
-    """Fill `parts` and `merge`; runs without a mask that several sequences share are read once."""
-    unmasked: dict[Run, list[slice]] = {}
-    for view in split:
-        for read in view.parts(window, group, keys):
-            if read.mask is None:
-                unmasked.setdefault(read.run, []).append(view.rows)
-            else:
-                plan.parts.append(read)
-    for run, rows in unmasked.items():
-        plan.parts.append(Read(rows[0] if len(rows) == 1 else _places(rows), run))
-    plan.merge = _merge_table([_places([view.rows]) for view in split], plan.parts)
-
-
-def _merge_table(rows: list[Tensor], parts: list[Read]) -> Tensor:
-    """`ReadPlan.merge` for these rows of the packed row, in order."""
-    places: dict[int, list[int]] = {row: [] for of_one in rows for row in of_one.tolist()}
-    num_places = 0
-    for part in parts:
-        for row in _places([part.rows]).tolist():
-            places[row].append(num_places)
-            num_places += 1
-    most = max(map(len, places.values()))
-    return torch.tensor([of_one + [num_places] * (most - len(of_one)) for of_one in places.values()])
+def _read(views: Sequence[_View], window: int | None, group: int, keys: Tensor) -> Read:
+    """Of one sequence, or of several with each run once and a mask of what is their own."""
+    if len(views) == 1:
+        return views[0].whole(window, group, keys)
+    lengths: dict[int, int] = {}
+    for run in itertools.chain.from_iterable(view.runs for view in views):
+        lengths[run.start_slot] = max(run.num_tokens, lengths.get(run.start_slot, 0))
+    places = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
+    num_queries = sum(view.segment.num_query for view in views)
+    mask = keys.new_full((num_queries, sum(lengths.values())), -torch.inf)
+    row = 0
+    for view in views:
+        own, end = view.mask(window, 1, keys), 0
+        rows = slice(row, row := row + view.segment.num_query)
+        for start_slot, num_tokens in view.runs:
+            start, end = end, end + num_tokens
+            seen = slice(places[start_slot], places[start_slot] + num_tokens)
+            mask[rows, seen] = 0.0 if own is None else own[:, start:end]
+    every = _places([view.rows for view in views])
+    return Read(every, [Run(*each) for each in lengths.items()], mask.repeat(group, 1))
 
 
 def _places(rows: Sequence[slice | Tensor]) -> Tensor:
@@ -352,10 +332,8 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
     num_kv_heads, value_dim = layer.values.shape[1:]
     # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
     grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, query.shape[-1])
-    results = [_fused(grouped[read.rows], layer, read, scoring.scale) for read in plan.whole]
+    results = [_fused(grouped[read.rows], layer, read, scoring.scale) for read in plan.fused]
     results += [_scored(grouped[read.rows], layer, read, scoring) for read in plan.scored]
-    if plan.merge is not None:
-        results.append(_merged(grouped, layer, plan, scoring.scale))
     output = torch.cat(results) if len(results) > 1 else results[0]
     if plan.order is not None:
         output = output[plan.order]
@@ -365,13 +343,13 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
 def attend_run(query: Tensor, layer: LayerCache, run: Run, scoring: Scoring) -> Tensor:
     """Attention of one token to a whole run. query [1, num_kv_heads, group, head_dim], result likewise."""
     if can_fuse(layer, scoring):
-        return _fused(query, layer, Read(slice(0, 1), run), scoring.scale)
+        return _fused(query, layer, Read(slice(0, 1), [run]), scoring.scale)
     return _scored(query, layer, ScoredRead(slice(0, 1), [run], None), scoring)
 
 
 def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
-    """One run: torch's fused kernel on views. query [n, num_kv_heads, group, head_dim], result likewise."""
-    keys, values = _keys_and_values(layer, read.run)
+    """Torch's fused kernel. query [n, num_kv_heads, group, head_dim], result likewise."""
+    keys, values = _keys_and_values(layer, read.runs)
     num_query, num_kv_heads, group, _ = query.shape
     if num_query == 1 and read.mask is None:
         # All keys are seen, and the group's heads are already the kernel's query rows.
@@ -387,39 +365,12 @@ def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor
     return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
 
 
-def _merged(query: Tensor, layer: LayerCache, plan: ReadPlan, scale: float) -> Tensor:
-    """Compute all parts, and merge them into the results of the rows. Shapes as in `_fused`."""
-    assert plan.merge is not None
-    parts = [_part(query[read.rows], layer, read, scale) for read in plan.parts]
-    none = query.new_zeros((1, *query.shape[1:])), torch.full((1, *query.shape[1:3]), -torch.inf)
-    outputs = torch.cat([*(output for output, _ in parts), none[0]])
-    lses = torch.cat([*(lse for _, lse in parts), none[1]])
-    weights = torch.softmax(lses[plan.merge], dim=1)
-    return (outputs[plan.merge] * weights[..., None]).sum(dim=1).to(query.dtype)
-
-
-def _part(query: Tensor, layer: LayerCache, read: Read, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention to one run: result as in `_fused`, and lse float32 [n, num_kv_heads, group]."""
-    keys, values = _keys_and_values(layer, read.run)
-    num_query, num_kv_heads, group, _ = query.shape
-    stacked = read.mask is None or num_query <= _MAX_STACKED_QUERIES
-    if stacked:
-        rows = query.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_query, -1)
-    else:
-        keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
-        rows = query.permute(2, 1, 0, 3)
-    output, lse = flash_attention_with_lse(rows, keys, values, read.mask, scale)
-    if read.hidden is not None:
-        lse = lse.masked_fill(read.hidden, -torch.inf)
-    if not stacked:
-        return output.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
-    shape = num_kv_heads, group, num_query
-    return output.view(*shape, -1).permute(2, 0, 1, 3), lse.view(shape).permute(2, 0, 1)
-
-
-def _keys_and_values(layer: LayerCache, run: Run) -> tuple[Tensor, Tensor]:
-    """[1, num_kv_heads, num_keys, dim] each, as views."""
-    return layer.keys_by_head.narrow(2, *run), layer.values_by_head.narrow(2, *run)
+def _keys_and_values(layer: LayerCache, runs: Sequence[Run]) -> tuple[Tensor, Tensor]:
+    """[1, num_kv_heads, num_keys, dim] each: views of one run, a copy of several."""
+    keys, values = (
+        [by_head.narrow(2, *run) for run in runs] for by_head in (layer.keys_by_head, layer.values_by_head)
+    )
+    return (keys[0], values[0]) if len(runs) == 1 else (torch.cat(keys, dim=2), torch.cat(values, dim=2))
 
 
 def _scored(query: Tensor, layer: LayerCache, read: ScoredRead, scoring: Scoring) -> Tensor:
