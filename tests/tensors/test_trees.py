@@ -191,7 +191,7 @@ def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
             views.view_attention(plan, layer, query, scoring)
             for plan in (
                 views.plan_reads([segment], window, 2, True, layer.keys),
-                views.ReadPlan(scored=[view.scored(window, 2, layer.keys)]),
+                views.ReadPlan(scored=[view.whole(window, 2, layer.keys)]),
             )
         ]
         for other in found[1:]:

@@ -43,14 +43,14 @@ share 200, 1.13 and 1.37 of 8 of 1,064 that share 64."""
 
 
 class Read(NamedTuple):
-    """Queries against some runs of keys: one call of the kernel.
+    """Queries against some runs of keys, all at once.
 
     Attributes:
         rows: the queries' positions in the packed row; indices where those of several sequences are not
             adjacent.
         runs: the keys.
         mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
-            where all keys are seen or `is_causal` is set. With a bias [1, num_kv_heads, group * num_query,
+            where all keys are seen or `is_causal` is set. With a bias [num_kv_heads, group, num_query,
             num_keys].
         is_causal: queries and keys are the same tokens, each seeing itself and earlier ones.
     """
@@ -61,34 +61,19 @@ class Read(NamedTuple):
     is_causal: bool = False
 
 
-class ScoredRead(NamedTuple):
-    """Queries against several runs, with scores computed here, for layers that the kernel does not support.
-
-    Attributes:
-        rows: as in `Read`.
-        runs: the keys, in token order.
-        mask: [group or 1, num_query, num_keys] additive; None where all keys are seen. With a bias
-            [num_kv_heads, group, num_query, num_keys].
-    """
-
-    rows: slice
-    runs: Sequence[Run]
-    mask: Tensor | None
-
-
 @dataclass
 class ReadPlan:
     """How a packed row reads every layer of one kind; made once a step.
 
     Attributes:
-        fused: what the kernel computes.
-        scored: sequences that it does not support.
+        fused: what torch's kernel computes.
+        scored: what it does not support, with scores computed here.
         order: int64 [num_tokens], index of each token's result in the concatenated results of fused and
             scored; None when they are in order.
     """
 
     fused: list[Read] = field(default_factory=list)
-    scored: list[ScoredRead] = field(default_factory=list)
+    scored: list[Read] = field(default_factory=list)
     order: Tensor | None = None
 
 
@@ -119,31 +104,20 @@ def plan_reads(
     plan, alike = ReadPlan(), defaultdict[int, list[_View]](list)
     for segment in segments:
         view = _View.of(segment, window)
-        if bias is not None:
-            mask = view.biased(bias, window, group, keys)
-            if fused and segment.num_query <= _MAX_STACKED_QUERIES:
-                plan.fused.append(Read(view.rows, view.runs, mask.flatten(1, 2)[None]))
-            else:
-                plan.scored.append(ScoredRead(view.rows, view.runs, mask))
-        elif fused:
+        if bias is None:
             alike[view.runs[0].start_slot].append(view)
         else:
-            plan.scored.append(view.scored(window, group, keys))
-    for some in alike.values():
-        plan.fused += [_read(each, window, group, keys) for each in _groups(some)]
+            kind = plan.fused if fused and segment.num_query <= _MAX_STACKED_QUERIES else plan.scored
+            kind.append(Read(view.rows, view.runs, view.biased(bias, window, group, keys)))
+    reads = [_read(each, window, group, keys) for some in alike.values() for each in _groups(some)]
+    (plan.fused if fused else plan.scored).extend(reads)
     return _ordered(plan, keys.device)
 
 
 def plan_inputs(segments: Sequence[Segment], fused: bool, device: torch.device) -> ReadPlan:
     """How decoders read the keys of their encoders' inputs: all of them, unmasked."""
-    plan = ReadPlan()
-    for segment in segments:
-        rows, runs = _rows(segment), first_tokens(segment.runs, segment.encoder_len)
-        if fused:
-            plan.fused.append(Read(rows, runs))
-        else:
-            plan.scored.append(ScoredRead(rows, runs, None))
-    return _ordered(plan, device)
+    reads = [Read(_rows(each), first_tokens(each.runs, each.encoder_len)) for each in segments]
+    return _ordered(ReadPlan(fused=reads) if fused else ReadPlan(scored=reads), device)
 
 
 def _ordered(plan: ReadPlan, device: torch.device) -> ReadPlan:
@@ -216,12 +190,6 @@ class _View(NamedTuple):
         is_causal = self.is_causal(window)
         mask = None if is_causal else self.mask(window, group, keys)
         return Read(self.rows, self.runs, mask, is_causal)
-
-    def scored(self, window: int | None, group: int, keys: Tensor) -> ScoredRead:
-        mask = self.mask(window, group, keys)
-        if mask is not None:
-            mask = mask.view(-1, self.segment.num_query, self.num_keys)
-        return ScoredRead(self.rows, self.runs, mask)
 
 
 def _groups(views: Sequence[_View]) -> list[list[_View]]:
@@ -342,9 +310,10 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
 
 def attend_run(query: Tensor, layer: LayerCache, run: Run, scoring: Scoring) -> Tensor:
     """Attention of one token to a whole run. query [1, num_kv_heads, group, head_dim], result likewise."""
+    read = Read(slice(0, 1), [run])
     if can_fuse(layer, scoring):
-        return _fused(query, layer, Read(slice(0, 1), [run]), scoring.scale)
-    return _scored(query, layer, ScoredRead(slice(0, 1), [run], None), scoring)
+        return _fused(query, layer, read, scoring.scale)
+    return _scored(query, layer, read, scoring)
 
 
 def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
@@ -361,7 +330,8 @@ def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor
         output = _sdpa(rows, keys, values, attn_mask=read.mask, is_causal=read.is_causal, scale=scale)
         return output.permute(2, 1, 0, 3)
     rows = query.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_query, -1)
-    output = _sdpa(rows, keys, values, attn_mask=read.mask, scale=scale)
+    mask = read.mask.flatten(1, 2)[None] if read.mask is not None and read.mask.ndim == 4 else read.mask
+    output = _sdpa(rows, keys, values, attn_mask=mask, scale=scale)
     return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
 
 
@@ -373,31 +343,28 @@ def _keys_and_values(layer: LayerCache, runs: Sequence[Run]) -> tuple[Tensor, Te
     return (keys[0], values[0]) if len(runs) == 1 else (torch.cat(keys, dim=2), torch.cat(values, dim=2))
 
 
-def _scored(query: Tensor, layer: LayerCache, read: ScoredRead, scoring: Scoring) -> Tensor:
+def _scored(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
     """Attention with scores computed here, in blocks of queries. Shapes as in `_fused`."""
-    num_query, mask = query.shape[0], read.mask
-    if num_query <= _QUERY_BLOCK:
-        return _score_block(query, layer, read.runs, mask, scoring)
-    blocks = [slice(start, start + _QUERY_BLOCK) for start in range(0, num_query, _QUERY_BLOCK)]
+    keys, values = (each[0] for each in _keys_and_values(layer, read.runs))
+    num_queries, mask = len(query), read.mask
+    if read.is_causal:
+        mask = _mask(num_queries, num_queries, None, query.shape[2], keys)
+    if mask is not None and mask.ndim == 2:
+        mask = mask.view(-1, num_queries, keys.shape[1])
+    blocks = [slice(start, start + _QUERY_BLOCK) for start in range(0, num_queries, _QUERY_BLOCK)]
     masks = [None if mask is None else mask[..., block, :] for block in blocks]
-    parts = [_score_block(query[b], layer, read.runs, m, scoring) for b, m in zip(blocks, masks, strict=True)]
-    return torch.cat(parts)
+    parts = [_score_block(query[b], keys, values, m, scoring) for b, m in zip(blocks, masks, strict=True)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _score_block(
-    query: Tensor, layer: LayerCache, runs: Sequence[Run], mask: Tensor | None, scoring: Scoring
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
     num_query, num_kv_heads, group, _ = query.shape
     rows = query.permute(1, 2, 0, 3).reshape(num_kv_heads, group * num_query, -1)
-    views = [(layer.keys_by_head[0].narrow(1, *run), layer.values_by_head[0].narrow(1, *run)) for run in runs]
-    scores = torch.cat([torch.bmm(rows, keys.transpose(1, 2)) for keys, _ in views], dim=-1)
-    scores = scores.view(num_kv_heads, group, num_query, -1)
+    scores = torch.bmm(rows, keys.transpose(1, 2)).view(num_kv_heads, group, num_query, -1)
     weights = _softmax(scores, mask, scoring).to(query.dtype)
-    weights = weights.reshape(num_kv_heads, group * num_query, -1)
-    parts = weights.split_with_sizes([run.num_tokens for run in runs], dim=-1)
-    output = torch.bmm(parts[0], views[0][1])
-    for part, (_, values) in zip(parts[1:], views[1:], strict=True):
-        output += torch.bmm(part, values)
+    output = torch.bmm(weights.reshape(num_kv_heads, group * num_query, -1), values)
     return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
 
 
