@@ -120,6 +120,20 @@ def plan_inputs(segments: Sequence[Segment], fused: bool, device: torch.device) 
     return _ordered(ReadPlan(fused=reads) if fused else ReadPlan(scored=reads), device)
 
 
+def plan_blocks(segments: Sequence[Segment], window: int | None, group: int, keys: Tensor) -> ReadPlan:
+    """How tokens read that see all tokens of their sequence, later ones too, as far as a window reaches."""
+    reads = []
+    for segment in segments:
+        first_key = 0 if window is None else max(0, segment.first_query - window)
+        mask = None
+        if window is not None:
+            distances = np.abs(segment.positions[:, None] - np.arange(first_key, segment.cache_len))
+            mask = torch.zeros(distances.shape).masked_fill_(torch.from_numpy(distances > window), -torch.inf)
+            mask = mask.repeat(_stacked(segment.num_query, group), 1).to(keys.device, keys.dtype)
+        reads.append(Read(_rows(segment), _skip(segment.runs, first_key), mask))
+    return _ordered(ReadPlan(fused=reads), keys.device)
+
+
 def _ordered(plan: ReadPlan, device: torch.device) -> ReadPlan:
     """The plan with its order."""
     rows = [read.rows for read in plan.fused] + [read.rows for read in plan.scored]
@@ -245,6 +259,11 @@ def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:
     return kept
 
 
+def _stacked(num_query: int, group: int) -> int:
+    """How many heads of a group are rows of one product: all of them, or each by itself."""
+    return group if num_query <= _MAX_STACKED_QUERIES else 1
+
+
 def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: Tensor) -> Tensor:
     """Additive mask, see `Read`; its last query and last key are the same token.
 
@@ -263,8 +282,7 @@ def _tree_mask(segment: Segment, first_key: int, window: int | None, group: int,
     positions, words = torch.from_numpy(segment.positions), torch.from_numpy(segment.words)
     unseen = unseen_keys(positions, words, torch.arange(first, segment.cache_len), window)
     mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
-    stacked = group if segment.num_query <= _MAX_STACKED_QUERIES else 1
-    mask = torch.nn.functional.pad(mask, (first - first_key, 0)).repeat(stacked, 1)
+    mask = torch.nn.functional.pad(mask, (first - first_key, 0)).repeat(_stacked(len(mask), group), 1)
     return mask.to(keys.device, keys.dtype)
 
 

@@ -18,7 +18,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ from transformers import AutoModel, MuseGlimmerAssistantConfig, MuseGlimmerAssis
 from transformers.cache_utils import DFlashCache
 
 from specwire.engine.attention import paged as attention
+from specwire.engine.attention import views
 from specwire.engine.attention.probe import LayerShape, Probe
-from specwire.engine.batch import Batch, Segment
+from specwire.engine.batch import Batch
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
@@ -390,48 +391,15 @@ class _Context:
 
 
 @dataclass
-class _Block:
-    """Blocks of several sequences: the tokens of each see one another and the sequence before them.
-
-    Attributes:
-        slots: int64 [num_tokens], of the blocks.
-        segments: one for each block.
-        layers: the caches by attention module.
-        page_size: slots in a page.
-    """
-
-    slots: Tensor
-    segments: Sequence[Segment]
-    layers: dict[nn.Module, LayerCache]
-    page_size: int
-    _reads: dict[int | None, list[tuple[Tensor, Tensor | None]]] = field(init=False, default_factory=dict)
+class _Block(attention.PackedBatch):
+    """Blocks of several sequences: the tokens of each see one another and the sequence before them."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        layer, window = self.layers[module], scoring.sliding_window
+        layer = self.layers[module]
         layer.write(self.slots, key, value)
-        if window not in self._reads:
-            self._reads[window] = [self._read(segment, window) for segment in self.segments]
-        parts = []
-        for segment, (slots, mask) in zip(self.segments, self._reads[window], strict=True):
-            own = query[:, :, segment.query_offset : segment.query_offset + segment.num_query]
-            keys, values = (kept[slots].transpose(0, 1)[None] for kept in (layer.keys, layer.values))
-            parts.append(
-                nn.functional.scaled_dot_product_attention(
-                    own, keys, values, attn_mask=mask, scale=scoring.scale, enable_gqa=True
-                )
-            )
-        return torch.cat(parts, dim=2).transpose(1, 2)
-
-    def _read(self, segment: Segment, window: int | None) -> tuple[Tensor, Tensor | None]:
-        """The slots that a block reads, and which of them each of its tokens sees; None for all."""
-        first = 0 if window is None else max(0, segment.first_query - window)
-        index = np.arange(first, segment.cache_len)
-        pages = np.array(segment.pages, np.int64)
-        slots = pages[index // self.page_size] * self.page_size + index % self.page_size
-        device = self.slots.device
-        if window is None:
-            return to_device(slots, device), None
-        sees = np.abs(segment.positions[:, None] - index) <= window
-        return to_device(slots, device), torch.from_numpy(sees).to(device)
+        window, group = scoring.sliding_window, query.shape[1] // layer.keys.shape[1]
+        if (kind := (window, group, True, 0)) not in self._plans:
+            self._plans[kind] = views.plan_blocks(self.segments, window, group, layer.keys)
+        return views.view_attention(self._plans[kind], layer, query, scoring)
