@@ -230,7 +230,7 @@ def _read(views: Sequence[_View], window: int | None, group: int, keys: Tensor) 
         lengths[run.start_slot] = max(run.num_tokens, lengths.get(run.start_slot, 0))
     places = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
     num_queries = sum(view.segment.num_query for view in views)
-    mask = keys.new_full((num_queries, sum(lengths.values())), -torch.inf)
+    mask = np.full((num_queries, sum(lengths.values())), -np.inf, np.float32)
     row = 0
     for view in views:
         own, end = view.mask(window, 1, keys), 0
@@ -238,9 +238,10 @@ def _read(views: Sequence[_View], window: int | None, group: int, keys: Tensor) 
         for start_slot, num_tokens in view.runs:
             start, end = end, end + num_tokens
             seen = slice(places[start_slot], places[start_slot] + num_tokens)
-            mask[rows, seen] = 0.0 if own is None else own[:, start:end]
-    every = _places([view.rows for view in views])
-    return Read(every, [Run(*each) for each in lengths.items()], mask.repeat(group, 1))
+            mask[rows, seen] = 0.0 if own is None else own[:, start:end].to("cpu", torch.float32)
+    every = torch.from_numpy(np.concatenate([np.arange(view.rows.start, view.rows.stop) for view in views]))
+    whole = torch.from_numpy(mask).repeat(group, 1).to(keys.device, keys.dtype)
+    return Read(every, [Run(*each) for each in lengths.items()], whole)
 
 
 def _places(rows: Sequence[slice | Tensor]) -> Tensor:
