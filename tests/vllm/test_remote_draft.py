@@ -253,7 +253,7 @@ class TestFaults:
         asked = prompts(embedded.TARGET_DIR) * 10
         with (
             draft_service(embedded.DRAFT_DIR) as draft,
-            drafted(embedded.TARGET_DIR, draft.address, tmp_path) as url,
+            drafted(embedded.TARGET_DIR, draft.address, tmp_path, "--block-size", "32") as url,
         ):
             assert texts(url, asked, 16) == wanted * 10
             assert counted(url, "prefix_cache_hits") > 0
