@@ -205,6 +205,8 @@ class BatchDrafter:
 
     async def _propose(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
         """Learn from the step that has ended, and find proposals for the next one."""
+        if self._idle is not None:
+            self._idle.cancel()  # or it would end sequences whose proposals are waited for
         self._num_steps += 1
         self._rows = self._found(rows)
         running = [sequence for sequence in self._rows if sequence is not None]
@@ -229,7 +231,8 @@ class BatchDrafter:
             await asyncio.gather(*(self._ask(*each, share) for each in asked))
         self._count(running)
         self._end([each for each in self._sequences if each.seen_in <= self._num_steps - _UNSEEN_STEPS])
-        self._end_when_idle()
+        # The engine says of no sequence that it has ended.
+        self._idle = self._loop.call_later(_IDLE_S, self._end_all)
         self._ended_ns = clock.stopwatch_ns()
         return [list(each.proposal.token_ids) if each is not None else [] for each in self._rows]
 
@@ -327,12 +330,6 @@ class BatchDrafter:
         for sequence in list(sequences):
             sequence.ending.close()
             self._sequences.remove(sequence)
-
-    def _end_when_idle(self) -> None:
-        """End all sequences some time after the last step: the engine says of none that it has ended."""
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = self._loop.call_later(_IDLE_S, self._end_all)
 
     def _end_all(self) -> None:
         self._end(self._sequences)

@@ -162,6 +162,16 @@ def test_rows_that_no_longer_come_are_closed(
     assert engine.num_accepted == len(texts) * MOST_ACCEPTED
 
 
+def test_a_step_that_waits_is_not_idle(
+    drafts: BatchDrafter, texts: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that begins just before idle sequences would have ended keeps them, and all of its rows."""
+    monkeypatch.setattr(batches, "_IDLE_S", 0.002)
+    engine = Engine(texts)
+    engine.finish(drafts)
+    assert engine.num_accepted == len(texts) * MOST_ACCEPTED
+
+
 def test_prompts_in_parts_and_none_worth_drafting_get_nothing(drafts: BatchDrafter) -> None:
     tokens = np.arange(LONGEST, dtype=np.int32) % VOCAB_SIZE
     assert drafts.propose([None, None]) == [[], []]
