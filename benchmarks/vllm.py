@@ -4,8 +4,8 @@
 those that are not asked are idle: each turn waits until vLLM's threads, which spin for 0.2 s, have stopped.
 
 With `--remote`, vLLM has drafts of our service, too, in a process of its own on the same cores. With `--far`,
-only that is measured, with outcomes prepared or not: the service is 20 ms away, and before each pass vLLM's
-runner sleeps for 40 ms, so that the larger model takes no processor from the draft, as on a GPU.
+only that is measured, with outcomes prepared or not: the service is 20 ms away and has a core of its own, as
+vLLM has, whose runner sleeps for 40 ms before each pass: a larger model on a GPU takes no processor.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ OURS, OFF, VLLM = "specwire", "specwire without drafts", "vLLM"
 REMOTE = "vLLM with a service of ours"
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
 _START_S, _END_S, MODEL = 300.0, 20.0, "model"
@@ -65,8 +66,8 @@ def install():
     GPUModelRunner._model_forward = slowly
     shm_broadcast.sched_yield = lambda: time.sleep(0.0005)
 """
-"""A plug-in of vLLM's that emulates a pass of a larger model, on a machine with cores to spare: vLLM's loop,
-which spins while it waits for a pass, takes one of two."""
+"""A plug-in of vLLM's that emulates a pass of a larger model. vLLM's loop spins while it waits for a pass, on
+the core that is to run it here."""
 
 
 def save_plugin(folder: Path, code: str) -> Path:
@@ -90,7 +91,6 @@ def vllm(
     speculation: Mapping[str, Any] | None = None,
     log: Path,
     plugin: str = "",
-    cores: str = "nobind",
 ) -> Iterator[str]:
     """vLLM's server; yields its base URL, and ends it.
 
@@ -98,7 +98,6 @@ def vllm(
         speculation: its `--speculative-config`; None decodes plainly.
         log: what it writes.
         plugin: code of a general plug-in of its own.
-        cores: that its threads are bound to.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -106,7 +105,7 @@ def vllm(
     command += ["--served-model-name", MODEL, "--port", str(port), "--max-model-len", "1024", *flags]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(speculation)]
-    environment = {**os.environ, **_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}
+    environment = {**os.environ, **_ENVIRONMENT}
     if plugin:
         found = save_plugin(log.absolute().with_suffix(".plugin"), plugin)
         environment["PYTHONPATH"] = os.pathsep.join([str(found), os.environ.get("PYTHONPATH", "")])
@@ -189,6 +188,17 @@ async def measure(urls: dict[str, tuple[str, str]], args: argparse.Namespace) ->
 
 
 @contextlib.contextmanager
+def on_core(number: int) -> Iterator[None]:
+    """What is started meanwhile runs on this core alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {number})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
 def remote(
     target: str, dtype: str, num: int, log: Path, *, is_far: bool = False, **options: str
 ) -> Iterator[str]:
@@ -196,7 +206,7 @@ def remote(
 
     Args:
         num: draft tokens of a row.
-        is_far: the service is some way away, and passes of vLLM are longer.
+        is_far: the service is some way away, on a core of its own, and passes of vLLM are longer.
         options: of the plug-in.
     """
     with contextlib.ExitStack() as stack:
@@ -208,9 +218,10 @@ def remote(
             service.ready(_START_S)
             return service.address
 
-        address = started("draft_service", "--model", EMBEDDED, "--num-threads", "1")
-        if is_far:
-            address = started("specwire.cli", "proxy", "--to", address, "--rtt-ms", str(_RTT_MS))
+        with on_core(0) if is_far else contextlib.nullcontext():
+            address = started("draft_service", "--model", EMBEDDED, "--num-threads", "1")
+            if is_far:
+                address = started("specwire.cli", "proxy", "--to", address, "--rtt-ms", str(_RTT_MS))
         given = {"specwire": {"draft_address": address, "num_draft_tokens": str(num), **options}}
         flags = ["--dtype", dtype, "--additional-config", json.dumps(given)]
         speculation = {
@@ -220,9 +231,11 @@ def remote(
         }
         about: dict[str, Any] = {"speculation": speculation, "log": log}
         if is_far:
-            about |= {"plugin": SLOW_PASSES, "cores": "1"}
+            about["plugin"] = SLOW_PASSES
             flags.append("--enforce-eager")
-        yield stack.enter_context(vllm(target, *flags, **about))
+        with on_core(1) if is_far else contextlib.nullcontext():
+            url = stack.enter_context(vllm(target, *flags, **about))
+        yield url
 
 
 def acceptance_length(url: str) -> float:
