@@ -356,10 +356,13 @@ def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor
 
 def _keys_and_values(layer: LayerCache, runs: Sequence[Run]) -> tuple[Tensor, Tensor]:
     """[1, num_kv_heads, num_keys, dim] each: views of one run, a copy of several."""
+    if len(runs) == 1:
+        return layer.keys_by_head.narrow(2, *runs[0]), layer.values_by_head.narrow(2, *runs[0])
     keys, values = (
-        [by_head.narrow(2, *run) for run in runs] for by_head in (layer.keys_by_head, layer.values_by_head)
+        torch.cat([by_head.narrow(2, *run) for run in runs], dim=2)
+        for by_head in (layer.keys_by_head, layer.values_by_head)
     )
-    return (keys[0], values[0]) if len(runs) == 1 else (torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    return keys, values
 
 
 def _scored(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
