@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -219,9 +219,10 @@ class BatchDrafter:
             num_tokens = len(sequence.committed)
             room = self._target.context_len - num_tokens - 1
             plan = sequence.planner.plan().within(min(self._most, room), room)
-            sequence.begun_ns, sequence.proposal, sequence.cost = now_ns, Proposal(num_tokens), Cost()
+            sequence.begun_ns = now_ns
             found = sequence.drafter.at_hand(sequence.committed, plan, sequence.span)
             if found is None:
+                sequence.proposal, sequence.cost = Proposal(num_tokens), Cost()
                 asked.append((sequence, plan))
             else:
                 sequence.proposal, sequence.cost = found
@@ -287,20 +288,16 @@ class BatchDrafter:
 
     def _found(self, rows: Sequence[Row | None]) -> list[_Sequence | None]:
         """The sequence of each row: the one that had all of its tokens but the new ones; or another one."""
-        by_length: dict[int, list[_Sequence]] = defaultdict(list)
+        waiting: dict[bytes, deque[_Sequence]] = defaultdict(deque)
         for sequence in self._sequences:
-            by_length[len(sequence.committed)].append(sequence)
+            waiting[sequence.known].append(sequence)
         found: list[_Sequence | None] = []
-        for place, row in enumerate(rows):
+        for row in rows:
             if row is None:
                 found.append(None)
                 continue
-            num_before = row.num_tokens - row.num_new
-            known = row.token_ids[:num_before].tobytes()
-            here = self._rows[place : place + 1]  # rows seldom change places
-            candidates = (each for each in (*here, *by_length[num_before]) if each is not None)
-            is_it = (each for each in candidates if each.seen_in < self._num_steps and each.known == known)
-            sequence = next(is_it, None) or self._opened(row)
+            same = waiting.get(row.token_ids[: row.num_tokens - row.num_new].tobytes())
+            sequence = same.popleft() if same else self._opened(row)
             sequence.seen_in = self._num_steps
             found.append(sequence)
         return found

@@ -101,8 +101,9 @@ class Prospects(NamedTuple):
         return max(waited, *((1 + self.hit_rate * (self.tokens[n] - 1)) / self.unwaited[n] for n in lengths))
 
 
-class Among(NamedTuple):
-    """What a stream may choose from.
+@dataclass(frozen=True, eq=False)
+class Among:
+    """What a stream may choose from; streams that may choose from the same have the same object.
 
     Attributes:
         ways: the first is taken before costs are known.
@@ -172,6 +173,7 @@ class SharedChoice:
         self._told = told
         self.acceptances = {nodes: SharedAcceptance() for nodes in (CHAIN, *TREES)}
         self.costs, self._deviations, self.are_known = RoundCosts(num_chains), Deviations(), False
+        self._amongs: dict[tuple[Any, ...], Among] = {}
         self._held: dict[Among, _Held] = {}
         self._slowness: dict[Way, float] = {}  # measured over modelled time, by way
         self._measured: dict[Way, float] = {}  # tokens a nanosecond of a stream, in the last block
@@ -189,13 +191,16 @@ class SharedChoice:
         """What a stream chooses from whose length is not fixed."""
         first = Way(True, CHAIN, bool(self._num_outcomes))
         others = (way for way in WAYS if way != first and (has_trees or not way.num_nodes))
-        return Among((first, *others), most)
+        return self._same(Among((first, *others), most))
 
     def among_fixed(self, num_steps: int, num_nodes: int) -> Among:
         """What a stream chooses from whose length is fixed: whether outcomes are prepared."""
         nodes = next((size for size in (CHAIN, *TREES) if size >= num_nodes), TREES[-1])
         ways = tuple(Way(True, nodes, prepares) for prepares in (False, True))
-        return Among(ways[:: -1 if self._num_outcomes else 1], num_steps, is_fixed=True)
+        return self._same(Among(ways[:: -1 if self._num_outcomes else 1], num_steps, is_fixed=True))
+
+    def _same(self, among: Among) -> Among:
+        return self._amongs.setdefault((among.ways, among.most, among.is_fixed), among)
 
     def begin_round(self, among: Among) -> tuple[Way, int]:
         """The way of a round of any stream, and how many outcomes are prepared."""

@@ -135,7 +135,9 @@ class RoundCosts:
         if num_steps:
             self._num_proposals += 1
             self.mean_drafted += _RATE * (num_steps - self.mean_drafted)
-            proposals = self._proposals.setdefault(way.num_nodes, _Proposals())
+            if way.num_nodes not in self._proposals:
+                self._proposals[way.num_nodes] = _Proposals()
+            proposals = self._proposals[way.num_nodes]
             if cost.is_hit:
                 proposals.late_measured_ns += _RATE * (cost.wall_ns - proposals.late_measured_ns)
                 modelled_ns = self._late_ns(way, num_steps)
@@ -201,9 +203,11 @@ class RoundCosts:
         if self.is_drafted_by_target:
             width = _TREE_WIDTH if way.num_nodes else self._num_chains
             return self._load.own_draft_ns(num_steps, self.num_sequences * num_steps * width)
-        shapes = [self._proposals[shape] for shape in (way.num_nodes, CHAIN) if shape in self._proposals]
-        draft = next((each.draft for each in shapes if each.draft.base or any(each.draft.rates)), None)
-        return draft.predict((num_steps, 1)) if draft else self._told_ns(num_steps)
+        for shape in (way.num_nodes, CHAIN):
+            found = self._proposals.get(shape)
+            if found is not None and (found.draft.base or any(found.draft.rates)):
+                return found.draft.predict((num_steps, 1))
+        return self._told_ns(num_steps)
 
     def _told_ns(self, num_steps: float) -> float:
         """As the draft said: its first pass, and those after it, which may be a loop on its device."""

@@ -20,6 +20,7 @@ from specwire.v1 import common_pb2
 
 ASKED = PreparedAnswer(0, (), Proposal(0), 0, 0, 0)
 """The origin of a proposal that is the answer to a request."""
+_NOTHING = Plan(0)
 _MAX_PREPARED = 2 * MAX_NUM_OUTCOMES
 """Proposals that are kept: those for the last request, and for the one before."""
 
@@ -151,7 +152,7 @@ class DraftSequence:
 
     def continue_from(self, committed: Sequence[int], proposal: Proposal, preparation: Preparation) -> None:
         """Commit tokens, and let the draft work on from a proposal that it had prepared; returns at once."""
-        self._put(committed, Plan(0), preparation, "")
+        self._put(committed, _NOTHING, preparation, "")
         self._last_proposed = proposal
 
     def _put(

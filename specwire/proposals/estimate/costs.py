@@ -81,7 +81,8 @@ class CostModel:
 
     def predict(self, features: Sequence[float]) -> float:
         """Expected cost; 0 before the first observation."""
-        return self.base + sum(rate * feature for rate, feature in zip(self.rates, features, strict=True))
+        expected: float = self.base + sum(map(operator.mul, self.rates, features))
+        return expected
 
     def bound(self, features: Sequence[float]) -> float:
         """An upper estimate of the cost from the observations; 0 before the first one.
