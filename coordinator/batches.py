@@ -204,9 +204,16 @@ class BatchDrafter:
     # --- a step -------------------------------------------------------------------------------------
 
     async def _propose(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
-        """Learn from the step that has ended, and find proposals for the next one."""
+        """All sequences end some time after the last step: the engine says of none that it has ended."""
         if self._idle is not None:
             self._idle.cancel()  # or it would end sequences whose proposals are waited for
+        try:
+            return await self._step(rows, now_ns)
+        finally:
+            self._idle = self._loop.call_later(_IDLE_S, self._end_all)
+
+    async def _step(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
+        """Learn from the step that has ended, and find proposals for the next one."""
         self._num_steps += 1
         self._rows = self._found(rows)
         running = [sequence for sequence in self._rows if sequence is not None]
@@ -232,8 +239,6 @@ class BatchDrafter:
             await asyncio.gather(*(self._ask(*each, share) for each in asked))
         self._count(running)
         self._end([each for each in self._sequences if each.seen_in <= self._num_steps - _UNSEEN_STEPS])
-        # The engine says of no sequence that it has ended.
-        self._idle = self._loop.call_later(_IDLE_S, self._end_all)
         self._ended_ns = clock.stopwatch_ns()
         return [list(each.proposal.token_ids) if each is not None else [] for each in self._rows]
 
