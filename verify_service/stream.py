@@ -188,10 +188,12 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         assert begun.proposal is not None
         if order.base_len != begun.proposal.base_len:
             raise InvalidRequestError("base_lens", order.base_len, f"must be {begun.proposal.base_len}")
+        span = sequence.state.spans.serving(order.traceparent)
         if begun.is_done:
             del rounds[0]
+            sequence.state.spans.finish_at_once(span, order.base_len)
             return
-        begun.received_ns, begun.span = received_ns, sequence.state.spans.serving(order.traceparent)
+        begun.received_ns, begun.span = received_ns, span
         sequence.num_unanswered += 1
         if begun.has_failed:
             self._begin_again(begun)

@@ -63,7 +63,8 @@ def kill(network: Machines, machine: str, program: str) -> None:
     """SIGKILL to a program there."""
     for pid in network.pids(machine):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).cmdline()[0].endswith(program):
+            words = psutil.Process(pid).cmdline()  # none of a process that has ended
+            if words and words[0].endswith(program):
                 os.kill(pid, signal.SIGKILL)
                 return
     raise AssertionError(f"{program} does not run")

@@ -293,11 +293,14 @@ class TestLayout:
         one = trace.add("round", 0, 60, root, num_draft_tokens=4, outcome="begun")
         call = trace.add("draft", 0, 5, one, outcome="begun", network_ms=5.0)
         trace.add("draft.serve", 20, 21, call, handling_ms=1.0, queue_ms=0.0, forward_ms=0.0)
-        trace.call("verify", (5, 60), one, received_ms=6, forward_ms=50)
+        call = trace.add("verify", 5, 60, one, outcome="begun", network_ms=55.0)
+        trace.add("verify.serve", 58, 59, call, handling_ms=0.0, queue_ms=0.0, forward_ms=0.0)
         timeline = laid_out(trace.spans)
         assert [shown.mark for shown in timeline.rounds] == [Mark.BEGUN]
         assert not [note for note in timeline.notes if "clock" in note]
-        assert "network, answer of draft, begun ahead" in [bar.title for bar in timeline.bars]
+        assert not [note for note in timeline.notes if "no span" in note]
+        titles = [bar.title for bar in timeline.bars if bar.kind is BarKind.NETWORK]
+        assert titles == [f"network, answer of {role}, begun ahead" for role in ("draft", "verify")]
 
     def test_overlaps_are_exact(self) -> None:
         timeline = laid_out(three_rounds())

@@ -276,9 +276,10 @@ class _Builder:
         interval = self._interval(call)
         if not is_answered(call):
             return [self._bar(BarKind.FAILED, _failure(call), interval, call, label="✗")]
-        served = union(map(self._residence, self._served(call)))
-        if not served:
+        parts = self._served(call)
+        if not parts:
             return [self._bar(BarKind.UNKNOWN, f"{call.name}, no span of the service", interval, call)]
+        served = union(map(self._residence, parts))  # none if the answer was on its way before
         left = difference([interval], served)
         return [self._bar(BarKind.NETWORK, _way(call, gap, served), gap, call) for gap in left]
 
@@ -410,7 +411,7 @@ def _residence(serve: RecordedSpan) -> Interval:
 def _way(call: RecordedSpan, gap: Interval, served: Sequence[Interval]) -> str:
     if text(call, names.CALL_OUTCOME) == "begun":
         return f"network, answer of {call.name}, begun ahead"
-    if gap[1] <= served[0][0]:
+    if not served or gap[1] <= served[0][0]:
         return f"network, request to {call.name}"
     return f"network, answer of {call.name}" if gap[0] >= served[-1][1] else f"network, {call.name}"
 
