@@ -31,6 +31,7 @@ class _Arrived:
         proposal: what follows them.
         origin: what its keeper knows about it.
         end_len: committed length at which the path is committed.
+        is_chain: whether no token of the proposal is followed by several.
         followed: the path, and a chain after it.
     """
 
@@ -39,25 +40,23 @@ class _Arrived:
     proposal: Proposal
     origin: Any
     end_len: int = field(init=False)
+    is_chain: bool = field(init=False)
     followed: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        is_chain = not (self.proposal.parents or self.proposal.leaves)
+        self.is_chain = not (self.proposal.parents or self.proposal.leaves)
         self.end_len = self.base_len + len(self.path)
-        self.followed = [*self.path, *(self.proposal.token_ids if is_chain else ())]
+        self.followed = [*self.path, *(self.proposal.token_ids if self.is_chain else ())]
 
     @property
     def num_entries(self) -> int:
         """Of its supports, padding included."""
         return len(self.proposal.supports) * self.proposal.support_len
 
-    def agrees(self, since: list[int]) -> bool:
-        """Whether the tokens committed since `base_len` are on the path, or in the proposal after it."""
-        if self.followed[: len(since)] == since:
-            return True
-        beyond, num = self.proposal, len(self.path)
-        is_tree = beyond.parents or beyond.leaves
-        return bool(is_tree) and self.followed == since[:num] and tree.after(beyond, since[num:]) is not None
+    def agrees_beyond(self, since: list[int]) -> bool:
+        """Whether the tokens committed since `base_len` are the path and some of the tree after it."""
+        num = len(self.path)
+        return self.followed == since[:num] and tree.after(self.proposal, since[num:]) is not None
 
     def rest(self, committed: Sequence[int]) -> Prepared:
         """The draft tokens that are not committed yet."""
@@ -128,8 +127,9 @@ class PreparedProposals:
         if not self._arrived:
             return None
         reached, self._arrived = self._agreeing(committed)
-        reached.reverse()
-        for each in sorted(reached, key=lambda each: -each.end_len):
+        if len(reached) > 1:
+            reached.sort(key=lambda each: each.end_len)
+        for each in reversed(reached):
             if (rest := each.rest(committed)).proposal.token_ids:
                 return rest
         return None
@@ -140,10 +140,11 @@ class PreparedProposals:
         reached: list[_Arrived] = []
         ahead: list[_Arrived] = []
         since: dict[int, list[int]] = {}
-        for each in self._arrived:
-            base_len = each.base_len
-            if base_len not in since:
-                since[base_len] = list(committed[base_len:])
-            if base_len <= num_tokens and each.agrees(since[base_len]):
-                (reached if each.end_len <= num_tokens else ahead).append(each)
+        for each in self._arrived:  # most of them do not: they are prepared for other outcomes
+            tokens = since.get(each.base_len)
+            if tokens is None:
+                tokens = since[each.base_len] = list(committed[each.base_len :])
+            if each.followed[: len(tokens)] == tokens or (not each.is_chain and each.agrees_beyond(tokens)):
+                if each.base_len <= num_tokens:
+                    (reached if each.end_len <= num_tokens else ahead).append(each)
         return reached, ahead
