@@ -140,11 +140,14 @@ class PreparedProposals:
         reached: list[_Arrived] = []
         ahead: list[_Arrived] = []
         since: dict[int, list[int]] = {}
-        for each in self._arrived:  # most of them do not: they are prepared for other outcomes
+        for each in self._arrived:
             tokens = since.get(each.base_len)
             if tokens is None:
                 tokens = since[each.base_len] = list(committed[each.base_len :])
-            if each.followed[: len(tokens)] == tokens or (not each.is_chain and each.agrees_beyond(tokens)):
-                if each.base_len <= num_tokens:
-                    (reached if each.end_len <= num_tokens else ahead).append(each)
+            # Most do not: they were prepared for other outcomes, which one comparison says.
+            agrees = each.followed[: len(tokens)] == tokens
+            if not agrees and not each.is_chain:
+                agrees = each.agrees_beyond(tokens)
+            if agrees and each.base_len <= num_tokens:
+                (reached if each.end_len <= num_tokens else ahead).append(each)
         return reached, ahead
