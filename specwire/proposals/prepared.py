@@ -127,8 +127,7 @@ class PreparedProposals:
         if not self._arrived:
             return None
         reached, self._arrived = self._agreeing(committed)
-        if len(reached) > 1:
-            reached.sort(key=lambda each: each.end_len)
+        reached.sort(key=lambda each: each.end_len)
         for each in reversed(reached):
             if (rest := each.rest(committed)).proposal.token_ids:
                 return rest
