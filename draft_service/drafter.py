@@ -372,7 +372,7 @@ class DraftDecider:
             )
             if found:  # else the host chooses each token
                 num_nodes = (num_steps - 1) * len(caches)
-                self.drafting = DraftCost(num_steps - 1, num_nodes, clock.stopwatch_ns() - started_ns)
+                self.drafting = DraftCost(num_steps - 1, num_nodes, 0, clock.stopwatch_ns() - started_ns)
                 return found
         if self._scores is None:
             return [self._drawn(question, logits)]

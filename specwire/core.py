@@ -527,6 +527,8 @@ class Load:
         draft_pass_ns, draft_node_ns: of what the target drafts by itself after a pass: a rate for each pass
             of its draft, one after another, and each node that these run, of any sequence; both 0 while it
             drafts nothing. Of a draft service, the same of the passes that its device decodes chains with.
+        draft_hosted_ns: what such a pass takes besides where the host chooses its tokens, as it does those of
+            trees, and the device chooses those of chains; 0 where the host chooses all.
         prefill_ns: what prompts took of the pass of the response, and of the drafts after it.
         draft_prefill_ns: of this, what they took of the drafts.
     """
@@ -538,6 +540,7 @@ class Load:
     token_ns: int = 0
     draft_pass_ns: int = 0
     draft_node_ns: int = 0
+    draft_hosted_ns: int = 0
     prefill_ns: int = 0
     draft_prefill_ns: int = 0
 
@@ -545,9 +548,10 @@ class Load:
         """A pass of so many tokens, of all its sequences; 0 before it is measured."""
         return self.base_ns + num_sequences * self.sequence_ns + num_tokens * self.token_ns
 
-    def own_draft_ns(self, num_passes: float, num_nodes: float) -> float:
+    def own_draft_ns(self, num_passes: float, num_nodes: float, *, is_hosted: bool = False) -> float:
         """What the target drafts by itself in so many passes; 0 before it is measured."""
-        return num_passes * self.draft_pass_ns + num_nodes * self.draft_node_ns
+        pass_ns = self.draft_pass_ns + is_hosted * self.draft_hosted_ns
+        return num_passes * pass_ns + num_nodes * self.draft_node_ns
 
 
 @dataclass(slots=True)

@@ -80,7 +80,10 @@ class ModelDrafts(GrownDrafts):
             alike = [each for each in chains if kinds[each] == kind]
             if kind is not None and self._decoded(kind, alike):
                 caught_up = [each for each in caught_up if each not in alike]
+        num_before = self.num_passes
         super().grow(caught_up)
+        if self._runner.can_decode:
+            self.num_hosted = self.num_passes - num_before
 
     def _decoded(self, kind: Kind, growing: list[Growing]) -> bool:
         """Draft chains of one kind on the device; whether it could."""

@@ -162,7 +162,7 @@ class GrownDrafts:
 
     def __init__(self, runner: Any, *, may_be_tree: bool) -> None:
         self._runner = runner
-        self.num_passes = self.num_nodes = self.prefill_ns = 0
+        self.num_passes = self.num_nodes = self.num_hosted = self.prefill_ns = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: dict[TokenSequence, Growing] = {}
@@ -176,7 +176,7 @@ class GrownDrafts:
 
     def propose(self, judged: Sequence[Judged]) -> None:
         """See `OwnDrafts`. Where there is no room, with the tokens that there was room for."""
-        self.num_passes = self.num_nodes = self.prefill_ns = 0
+        self.num_passes = self.num_nodes = self.num_hosted = self.prefill_ns = 0
         self._grown = {sequence: grown for sequence, grown in self._grown.items() if not sequence.closed}
         try:
             growing = [found for each in judged if (found := self.begin(*each)) is not None]

@@ -138,11 +138,12 @@ class OwnDrafts(Protocol):
     """Proposes for all sequences of a step at once. Engine thread only.
 
     Attributes:
-        num_passes, num_nodes, prefill_ns: that the last proposals took, see `device.DraftCost`.
+        num_passes, num_nodes, num_hosted, prefill_ns: that the last proposals took, see `device.DraftCost`.
     """
 
     num_passes: int
     num_nodes: int
+    num_hosted: int
     prefill_ns: int
 
     def propose(self, judged: Sequence[Judged]) -> None:
@@ -158,7 +159,7 @@ class ForcedDrafts:
     So these tokens are judged like those of any draft that is certain of them. See `OwnDrafts`.
     """
 
-    num_passes = num_nodes = prefill_ns = 0
+    num_passes = num_nodes = num_hosted = prefill_ns = 0
 
     def propose(self, judged: Sequence[Judged]) -> None:
         for each in judged:

@@ -224,7 +224,7 @@ class VerifyDecider:
             started_ns = clock.stopwatch_ns()
             self.drafts.propose(drafted)
             spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
-            counts = self.drafts.num_passes, self.drafts.num_nodes
+            counts = self.drafts.num_passes, self.drafts.num_nodes, self.drafts.num_hosted
             self.drafting = DraftCost(*counts, spent_ns - prefill_ns, prefill_ns)
         for job, each in going_on:
             each.judge()

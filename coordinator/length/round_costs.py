@@ -153,7 +153,7 @@ class RoundCosts:
         self._load = cost.load
         self.num_sequences += _RATE * (cost.load.num_sequences - self.num_sequences)
         pass_ns = max(1.0, self._pass_ns(way, num_steps, self.num_sequences))
-        draft_ns = self._load.own_draft_ns(num_steps, num_steps * self.num_sequences)  # part of forward_ns
+        draft_ns = self.proposal_ns(way, num_steps) if self.is_drafted_by_target else 0.0  # in forward_ns
         usual_ns = pass_ns * (1 + self._queue_share) + draft_ns
         if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * usual_ns:
             return
@@ -202,7 +202,8 @@ class RoundCosts:
         tried, as of a chain. One by the target itself takes passes of its draft."""
         if self.is_drafted_by_target:
             width = _TREE_WIDTH if way.num_nodes else self._num_chains
-            return self._load.own_draft_ns(num_steps, self.num_sequences * num_steps * width)
+            num_nodes = self.num_sequences * num_steps * width
+            return self._load.own_draft_ns(num_steps, num_nodes, is_hosted=way.num_nodes > 0)
         for shape in (way.num_nodes, CHAIN):
             found = self._proposals.get(shape)
             if found is not None and (found.draft.base or any(found.draft.rates)):

@@ -30,12 +30,14 @@ class DraftCost(NamedTuple):
     Attributes:
         num_passes: one after another, of whatever drafts.
         num_nodes: that these ran, of all sequences.
-        spent_ns: for these.
+        num_hosted: passes after which the host chose tokens, where the device can choose those of chains.
+        spent_ns: for all passes.
         prefill_ns: for beginnings of sequences, before them.
     """
 
     num_passes: int = 0
     num_nodes: int = 0
+    num_hosted: int = 0
     spent_ns: int = 0
     prefill_ns: int = 0
 

@@ -140,7 +140,7 @@ class Engine:
         self._num_waiting = self._prefill_ns = self._draft_prefill_ns = 0
         self._closing = False
         self._costs = costs or CostModel(2)  # of a step: its sequences, its tokens
-        self._draft_costs = draft_costs or CostModel(1)  # of a pass of what drafts after a step: its nodes
+        self._draft_costs = draft_costs or CostModel(2)  # see `measure_draft`
         self._counts = EngineStatus()
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
@@ -405,7 +405,7 @@ class Engine:
             job.started_ns = job.started_ns or started_ns
         # The watchdog is told how long it may take; before the first one its cost is unknown.
         bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
-        bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0,))
+        bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0, 0))
         least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
         self._heartbeat.beat(bound_ns / 1e9, least_s)
         try:
@@ -418,7 +418,7 @@ class Engine:
     def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what the step cost, and answer the jobs that are done."""
         finished_ns = clock.stopwatch_ns()
-        num_passes, num_nodes, drafting_ns, draft_prefill_ns = self._executor.drafting
+        num_passes, num_nodes, num_hosted, drafting_ns, draft_prefill_ns = self._executor.drafting
         pass_ns = finished_ns - started_ns - self._hook_ns - drafting_ns - draft_prefill_ns
         self._costs.add((len(step.jobs), step.num_tokens), max(1, pass_ns))
         num_lacking = map(operator.sub, step.feeds.num_query, step.feeds.num_rows)
@@ -426,7 +426,8 @@ class Engine:
         self._draft_prefill_ns = draft_prefill_ns
         self._prefill_ns = draft_prefill_ns + int(num_prefill * self._costs.rates[1])
         if num_passes:
-            self._draft_costs.add((num_nodes / num_passes,), max(1, drafting_ns / num_passes))
+            features = num_nodes / num_passes, num_hosted / num_passes
+            self._draft_costs.add(features, max(1, drafting_ns / num_passes))
         self._counts.add_step(len(step.jobs), finished_ns - started_ns)
         self._finish(step.jobs, started_ns, finished_ns)
 

@@ -21,8 +21,11 @@ from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import Runner
 from specwire.engine.model.chains import Choice
+from specwire.proposals.calibration import NUM_RANKS
 from specwire.proposals.estimate.costs import CostModel
-from specwire.rule.choices import Kind
+from specwire.proposals.growth import NUM_EXPANDED
+from specwire.proposals.tree import TokenTree
+from specwire.rule.choices import SHARPNESS, Kind, likeliest
 from specwire.rule.columns import GREEDY, Encoded
 from specwire.rule.transfer import to_host
 from specwire.support import IntArray
@@ -46,14 +49,17 @@ def measure(runner: Runner) -> CostModel:
 
 def measure_draft(runner: Any) -> CostModel:
     """The same of a draft model that runs after the target's passes, or goes on after its own, by nodes: one
-    of each sequence, since what a sequence costs is most of what a node does.
+    of each sequence, since what a sequence costs is most of what a node does. And by the share of the passes
+    after which the host chooses tokens, where the device chooses those of chains.
 
     Args:
         runner: a `ModelRunner`.
     """
-    costs = CostModel(1)
-    chains = [*_chains_measured(runner)]
-    costs.assume(chains or [(each[1:2], each[2]) for each in _measured(runner) if each[0] == each[1]])
+    costs = CostModel(2)
+    if runner.can_decode:
+        costs.assume([*_chains_measured(runner), *_trees_measured(runner)])
+    else:
+        costs.assume([((each[1], 0), each[2]) for each in _measured(runner) if each[0] == each[1]])
     return costs
 
 
@@ -63,17 +69,34 @@ def as_load(costs: CostModel, draft_costs: CostModel | None) -> Load:
     return Load(0, 1, *map(int, (costs.base, *costs.rates, *of_draft)))
 
 
-def _chains_measured(runner: Any) -> Iterator[tuple[tuple[int], float]]:
-    """Sequences, and nanoseconds of a step with a token for each; nothing where the host chooses tokens."""
+def _chains_measured(runner: Any) -> Iterator[tuple[tuple[int, int], float]]:
+    """Nodes of a step, one of each sequence, which the device chooses, and the nanoseconds that it takes."""
     started_s = time.perf_counter()
-    for num_sequences in (1, 8) if runner.can_decode else ():
+    for num_sequences in (1, 8):
         if time.perf_counter() - started_s > _MOST_S or num_sequences > runner.pool.num_pages:
             break
         logits = torch.zeros((num_sequences, runner.vocab_size), device=runner.device)
         greedy, ones = [Encoded.of(SamplingParams(temperature=0), 0)] * num_sequences, [1] * num_sequences
         choice = chosen.choice(Kind(GREEDY, is_cut=False), greedy, ones, ones, _NUM_STEPS, logits)
         run = partial(_decode, runner, logits, choice)
-        yield (num_sequences,), _shortest_ns(runner, num_sequences, run) / _NUM_STEPS
+        yield (num_sequences, 0), _shortest_ns(runner, num_sequences, run) / _NUM_STEPS
+
+
+def _trees_measured(runner: Any) -> Iterator[tuple[tuple[int, int], float]]:
+    """The same of a depth of trees of one sequence and of some, whose tokens the host chooses."""
+    started_s = time.perf_counter()
+    for num_sequences in (1, 8):
+        if time.perf_counter() - started_s > _MOST_S or num_sequences > runner.pool.num_pages:
+            break
+        run = partial(_expand, runner, np.arange(NUM_EXPANDED) % runner.vocab_size)
+        nanoseconds = _shortest_ns(runner, num_sequences, run)
+        yield (num_sequences * NUM_EXPANDED, 1), nanoseconds
+
+
+def _expand(runner: Any, token_ids: IntArray, caches: Sequence[SequenceCache]) -> None:
+    tree = TokenTree(0, (-1,) * len(token_ids))
+    logits = runner.forward([Feed(cache, token_ids, len(token_ids), tree) for cache in caches])
+    to_host(*likeliest(logits.log_softmax(dim=-1), most=NUM_RANKS, sharpness=SHARPNESS))
 
 
 def _decode(runner: Any, logits: Tensor, choice: Choice, caches: Sequence[SequenceCache]) -> None:

@@ -179,7 +179,7 @@ class Timings(_message.Message):
     def __init__(self, queue_ns: _Optional[_Iterable[int]] = ..., forward_ns: _Optional[_Iterable[int]] = ..., residence_ns: _Optional[_Iterable[int]] = ..., stall_ns: _Optional[_Iterable[int]] = ..., ahead_ns: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_sequences", "base_ns", "sequence_ns", "token_ns", "draft_pass_ns", "draft_node_ns", "prefill_ns", "draft_prefill_ns")
+    __slots__ = ("num_waiting", "num_sequences", "base_ns", "sequence_ns", "token_ns", "draft_pass_ns", "draft_node_ns", "prefill_ns", "draft_prefill_ns", "draft_hosted_ns")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     BASE_NS_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class Load(_message.Message):
     DRAFT_NODE_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_HOSTED_NS_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_sequences: int
     base_ns: int
@@ -198,7 +199,8 @@ class Load(_message.Message):
     draft_node_ns: int
     prefill_ns: int
     draft_prefill_ns: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_sequences: _Optional[int] = ..., base_ns: _Optional[int] = ..., sequence_ns: _Optional[int] = ..., token_ns: _Optional[int] = ..., draft_pass_ns: _Optional[int] = ..., draft_node_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_prefill_ns: _Optional[int] = ...) -> None: ...
+    draft_hosted_ns: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_sequences: _Optional[int] = ..., base_ns: _Optional[int] = ..., sequence_ns: _Optional[int] = ..., token_ns: _Optional[int] = ..., draft_pass_ns: _Optional[int] = ..., draft_node_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_prefill_ns: _Optional[int] = ..., draft_hosted_ns: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint", "target_tokenizer_fingerprint", "shared_vocab", "shared_text", "inner", "encoder_len", "decoder_token_ids", "learning", "own_source", "chat_template", "least_pass_ms", "tokenizer_hash", "tokenizer_bytes", "host", "devices", "num_cores", "num_threads", "num_ranks", "costs", "adapters")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 from specwire import Rule, SamplingParams
 from specwire.engine import chosen, models
+from specwire.engine.boot import ModelService
 from specwire.engine.model import chains
 from specwire.engine.model.runner import ModelRunner
 from specwire.rule.captured import EagerReplay, Output
@@ -57,6 +59,7 @@ class Stacks(NamedTuple):
     device: LocalStack
     drafting: ModelRunner
     on_host: ModelRunner
+    verify: ModelService
     are_asked: bool
     prepares: bool
 
@@ -81,9 +84,9 @@ def stacks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         on_host = runner(services)
         with started_services() as services, mock.patch.object(models, "make_replay", return_value=Warming()):
             device = stack.enter_context(local_stack(target, **options))
-        yield Stacks(
-            host, device, runner(services), on_host, request.param == "asked", request.param == "prepared"
-        )
+        drafting, verify = runner(services), services["verify"]
+        is_asked, prepares = request.param == "asked", request.param == "prepared"
+        yield Stacks(host, device, drafting, on_host, verify, is_asked, prepares)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,6 +120,24 @@ def test_kinds_and_lengths_together(stacks: Stacks) -> None:
                 done.token_ids == stacks.host.client.generate(params=each, prompt_token_ids=PROMPT).token_ids
             )
     stacks.device.assert_idle_within(5.0)
+
+
+def test_slow_trees_leave_chains_as_cheap_as_they_are(stacks: Stacks) -> None:
+    """Else a target whose trees were tried once would never draft chains again."""
+    if stacks.are_asked or stacks.prepares:
+        pytest.skip("a service says what its own passes cost")
+    choosing, slow_ns = ModelDrafts.chosen_after, 20_000_000
+
+    def slow(*args: Any) -> Any:
+        time.sleep(slow_ns / 1e9)
+        return choosing(*args)
+
+    with mock.patch.object(ModelDrafts, "chosen_after", slow):
+        for num_nodes in (12, 5, 12, 5, 12):
+            params = replace(CASES["gumbel"], num_draft_tokens=num_nodes, max_depth=4 * (num_nodes == 12))
+            stacks.device.client.generate(params=params, prompt_token_ids=PROMPT)
+    load = stacks.verify.engine.load()
+    assert load.own_draft_ns(1, 8, is_hosted=True) > slow_ns / 2 > 2 * load.own_draft_ns(1, 1)
 
 
 def test_capturing_writes_nothing_of_a_sequence(stacks: Stacks) -> None:
