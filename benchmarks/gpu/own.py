@@ -44,6 +44,8 @@ def _heads(model: Any, **pages: Any) -> ModelRunner:
 
 
 def _layers(model: Any, **pages: Any) -> ModelRunner:
+    for module in model.modules():
+        module._compiled_call_impl = None  # as a service runs them that leaves layers out
     left_out = ModelBlocks(model).without(parse_skip("layers", "m1,m2"))
     replay = CudaReplay() if model.device.type == "cuda" else None
     return LayersRunner(model, left_out, replay=replay, **pages)
@@ -69,9 +71,9 @@ def _eagle3(model: Any, **pages: Any) -> ModelRunner:
 
 _MAKERS: Mapping[str, Callable[..., ModelRunner]] = {
     HEADS: _heads,
-    LAYERS: _layers,
     DFLASH: _block,
     EAGLE3: _eagle3,
+    LAYERS: _layers,
 }
 
 

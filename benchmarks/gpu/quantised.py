@@ -38,8 +38,9 @@ def check(findings: Findings, device: torch.device) -> None:
         ModelLoadError: it is not computed as transformers does, or not read.
         AssertionError: two ranks have other logits than one.
     """
-    if find_spec("accelerate") is None:
-        findings.facts["quantised weights"] = "not measured: accelerate is not installed"
+    needed = ("accelerate", "kernels") if device.type == "cuda" else ("accelerate",)
+    if missing := [name for name in needed if find_spec(name) is None]:
+        findings.facts["quantised weights"] = f"not measured: {', '.join(missing)} not installed"
         return
     methods = {"fp8": _save_fp8} | ({"torchao": _save_torchao} if find_spec("torchao") else {})
     num_devices = torch.cuda.device_count() if device.type == "cuda" else NUM_RANKS

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specwire.core import SamplingParams
 from specwire.engine.model.compiled import CompiledLayers
+from specwire.engine.model.joined import join_projections
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import captured, choices, random, rows, sampling
 from specwire.rule.columns import Encoded, Row
@@ -92,13 +93,37 @@ def test_compiled_layers_compute_the_same_and_can_be_undone() -> None:
     runner = ModelRunner(build("llama"), num_pages=32, page_size=16)
     with torch.inference_mode():
         expected = runner._trial()
+        assert join_projections([*runner._layers]) == 2
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         layers = CompiledLayers(runner.model, [*runner._layers], backend="eager")
         assert relative_error(runner._trial(), expected) < 1e-5
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
         assert num_graphs == 8  # two frames of a layer on each side of attention, for one token and for more
         layers.undo()
-        assert torch.equal(runner._trial(), expected)
+        assert relative_error(runner._trial(), expected) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "num_joined"), [("llama", 2), ("qwen2", 2), ("gpt2", 0)])
+def test_joined_projections_compute_the_same_from_the_same_parameters(name: str, num_joined: int) -> None:
+    model = build(name)
+    runner = ModelRunner(model, num_pages=32, page_size=16)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    with torch.inference_mode():
+        expected = runner._trial()
+        assert join_projections([*runner._layers]) == num_joined
+        assert relative_error(runner._trial(), expected) < 1e-5
+        if num_joined:
+            attention, states = next(iter(runner._layers)), torch.randn(1, 3, model.config.hidden_size)
+            queries, keys = attention.q_proj(states), attention.k_proj(states + 1)
+            for layer, found, read in (
+                (attention.q_proj, queries, states),
+                (attention.k_proj, keys, states + 1),
+            ):
+                wanted = torch.nn.functional.linear(read, layer.weight, layer.bias)
+                assert relative_error(found[0], wanted[0]) < 1e-5, "of what each has read"
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_layers_that_cannot_be_compiled_stay_as_they_are(
@@ -117,7 +142,7 @@ def test_layers_that_cannot_be_compiled_stay_as_they_are(
         expected = runner._trial()
         runner.warm()
         assert "not compiled" in caplog.text
-        assert torch.equal(runner._trial(), expected)
+        assert relative_error(runner._trial(), expected) < 1e-5
 
 
 def test_warps_on_the_device_are_those_of_the_host() -> None:

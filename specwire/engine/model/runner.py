@@ -31,6 +31,7 @@ from specwire.engine.model import lora, recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
 from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.graphs import PaddedSteps
+from specwire.engine.model.joined import join_projections
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
 from specwire.engine.model.recurrent import Recurrence
 from specwire.engine.model.states import States
@@ -177,8 +178,9 @@ class ModelRunner:
             )
 
     def _compile(self) -> None:
-        """Compile the layers, unless that fails or changes what they compute."""
+        """Join what is read together; compile the layers, unless that fails or changes what they compute."""
         expected = self._trial()
+        join_projections([*self._layers])
         try:
             layers = CompiledLayers(self.model, [*self._layers])
         except ModelLoadError as error:
