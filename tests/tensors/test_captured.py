@@ -112,15 +112,12 @@ def test_joined_projections_compute_the_same_from_the_same_parameters(name: str,
         expected = runner._trial()
         assert join_projections([*runner._layers]) == num_joined
         assert relative_error(runner._trial(), expected) < 1e-5
-        if num_joined:
-            attention, states = next(iter(runner._layers)), torch.randn(1, 3, model.config.hidden_size)
-            queries, keys = attention.q_proj(states), attention.k_proj(states + 1)
-            for layer, found, read in (
-                (attention.q_proj, queries, states),
-                (attention.k_proj, keys, states + 1),
-            ):
-                wanted = torch.nn.functional.linear(read, layer.weight, layer.bias)
-                assert relative_error(found[0], wanted[0]) < 1e-5, "of what each has read"
+        for attention in list(runner._layers)[:num_joined]:
+            first, second = (getattr(attention, name) for name in ("q_proj", "k_proj"))
+            states = torch.randn(1, 3, first.in_features)
+            first(states)
+            wanted = torch.nn.functional.linear(states + 1, second.weight, second.bias)
+            assert relative_error(second(states + 1)[0], wanted[0]) < 1e-5, "of what it has read"
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -8,6 +8,7 @@ layers read together at 2.4 TB/s instead of 1.1 to 2.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,26 +31,26 @@ def join_projections(attending: Sequence[nn.Module]) -> int:
     return len(alike)
 
 
-def _can_join(linears: Sequence[nn.Module | None]) -> bool:
+def _can_join(linears: Sequence[Any]) -> bool:
     first = linears[0]
     return all(
         type(each) is nn.Linear
         and "forward" not in each.__dict__  # packed, sharded, or with adapters
         and type(each.weight.data) is Tensor
         and (each.in_features, each.weight.dtype, each.bias is None)
-        == (first.in_features, first.weight.dtype, first.bias is None)  # type: ignore[union-attr]
+        == (first.in_features, first.weight.dtype, first.bias is None)
         for each in linears
     )
 
 
-def _join(linears: Sequence[nn.Linear]) -> None:
+def _join(linears: Sequence[Any]) -> None:
     sizes = [each.out_features for each in linears]
     weight = torch.cat([each.weight.detach() for each in linears])
     bias = None if linears[0].bias is None else torch.cat([each.bias.detach() for each in linears])
-    for each, part in zip(linears, weight.split(sizes), strict=True):
+    for each, part in zip(linears, torch.split(weight, sizes), strict=True):
         each.weight = nn.Parameter(part, requires_grad=each.weight.requires_grad)
     if bias is not None:
-        for each, part in zip(linears, bias.split(sizes), strict=True):
+        for each, part in zip(linears, torch.split(bias, sizes), strict=True):
             each.bias = nn.Parameter(part, requires_grad=each.bias.requires_grad)
     waiting: dict[int, tuple[Tensor, Tensor]] = {}  # states that were read, and what came of them
 
@@ -58,11 +59,11 @@ def _join(linears: Sequence[nn.Linear]) -> None:
             read, result = waiting.pop(place, (None, None))
             if read is states and result is not None:
                 return result
-            results = nn.functional.linear(states, weight, bias).split(sizes, dim=-1)
+            results = torch.split(nn.functional.linear(states, weight, bias), sizes, dim=-1)
             waiting.update((other, (states, results[other])) for other in range(len(sizes)) if other != place)
             return results[place]
 
         return forward
 
     for place, each in enumerate(linears):
-        each.forward = forward_of(place)  # type: ignore[method-assign]
+        each.forward = forward_of(place)
