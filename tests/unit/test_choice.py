@@ -408,6 +408,18 @@ def test_costs_are_learnt_and_old_ones_kept() -> None:
     assert model.base == pytest.approx(30, rel=0.15)
 
 
+def test_a_size_that_was_slow_once_and_is_avoided_since_is_forgotten() -> None:
+    """Who plans by these costs runs no more of it, so nothing else would ever correct it."""
+    costs = CostModel(1)
+    for _ in range(10):
+        costs.add((1,), 2.0)
+    costs.add((32,), 60.0)
+    assert costs.predict((32,)) > 50.0
+    for _ in range(1000):
+        costs.add((1,), 2.0)
+    assert costs.predict((32,)) == pytest.approx(2.0, rel=1e-3)
+
+
 def test_alike_observations_are_all_base() -> None:
     model = CostModel(2)
     for _ in range(50):

@@ -14,7 +14,6 @@ Floats = npt.NDArray[np.float64]
 _RATE = 0.2
 _MAX_JUMP = 4.0
 _OLD = 0.99
-_MIN_WEIGHT = 0.02
 _REFIT_EVERY = 32
 _MIN_IMPROVEMENT = 1e-4
 _ASSUMED_WEIGHT = 0.1
@@ -101,7 +100,7 @@ class CostModel:
 
     def _fit(self) -> None:
         samples = [*self._samples.values()]
-        weights = [max(_MIN_WEIGHT, _OLD ** (self._num_added - sample.last)) for sample in samples]
+        weights = [_OLD ** (self._num_added - sample.last) for sample in samples]
         level = 1.0
         if samples and self._assumed:
             expected = [float(self._assumed_terms @ [1.0, *sample.features]) for sample in samples]
