@@ -81,6 +81,11 @@ class _Proposals:
         self.late_measured_ns = self.late_modelled_ns = 0.0
         self._sizes: set[int] = set()
 
+    @property
+    def are_known(self) -> bool:
+        """Whether any was measured."""
+        return bool(self.draft.base or any(self.draft.rates))
+
     def add(self, num_steps: int, cost: Cost) -> None:
         """One that was not prepared. Longer ones than any so far take so much more as they compute more."""
         wall_ns, prefill = max(1, cost.wall_ns), cost.num_prefill_tokens
@@ -199,16 +204,19 @@ class RoundCosts:
 
     def proposal_ns(self, way: Way, num_steps: float) -> float:
         """From the request for a proposal that was not prepared to its arrival; of a shape that was never
-        tried, as of a chain. One by the target itself takes passes of its draft."""
+        tried, as of a chain but for what the host takes. One by the target itself takes passes of its draft.
+        """
         if self.is_drafted_by_target:
             width = _TREE_WIDTH if way.num_nodes else self._num_chains
             num_nodes = self.num_sequences * num_steps * width
             return self._load.own_draft_ns(num_steps, num_nodes, is_hosted=way.num_nodes > 0)
-        for shape in (way.num_nodes, CHAIN):
-            found = self._proposals.get(shape)
-            if found is not None and (found.draft.base or any(found.draft.rates)):
-                return found.draft.predict((num_steps, 1))
-        return self._told_ns(num_steps)
+        tried = self._proposals.get(way.num_nodes)
+        if tried is not None and tried.are_known:
+            return tried.draft.predict((num_steps, 1))
+        hosted_ns = num_steps * self._told.draft_hosted_ns if way.num_nodes else 0.0
+        if self._proposals[CHAIN].are_known:
+            return hosted_ns + self._proposals[CHAIN].draft.predict((num_steps, 1))
+        return hosted_ns + self._told_ns(num_steps)
 
     def _told_ns(self, num_steps: float) -> float:
         """As the draft said: its first pass, and those after it, which may be a loop on its device."""

@@ -379,10 +379,14 @@ def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None
     assert shared.num_trials == 0
 
 
-def test_where_only_the_host_grows_trees_they_cost_more_than_chains() -> None:
+@pytest.mark.parametrize("is_service", [False, True])
+def test_where_only_the_host_grows_trees_they_cost_more_than_chains(is_service: bool) -> None:
     """As on a GPU, where a chain is decoded without the host."""
-    told = Load(base_ns=8_000_000, draft_pass_ns=300_000, draft_hosted_ns=1_200_000)
-    shared = SharedChoice(lambda: 1, told=lambda: (told, None))
+    target = Load(base_ns=8_000_000, draft_pass_ns=300_000, draft_hosted_ns=1_200_000)
+    draft = replace(target, base_ns=300_000) if is_service else None
+    if is_service:
+        target = Load(base_ns=8_000_000)
+    shared = SharedChoice(lambda: 1, told=lambda: (target, draft))
     shared.begin_round(shared.among(has_trees=True))
     chain, tree = (shared.costs.round_ns(Way(True, num_nodes), 5) for num_nodes in (0, 16))
     assert chain == 8_000_000 + 5 * 300_000
