@@ -134,7 +134,8 @@ def _costs(load: Load, whose: str = "") -> str:
     if load.draft_pass_ns:
         drafts = (load.own_draft_ns(1, num) / 1e6 for num in (1, 4, 16, 64))
         words = ", ".join(f"{each:.2f}" for each in drafts)
-        return f"{aligned(rows)}\na pass of the draft for 1, 4, 16, 64 sequences: {words} ms"
+        hosted = f"; of trees {load.draft_hosted_ns / 1e6:.2f} ms more" if load.draft_hosted_ns else ""
+        return f"{aligned(rows)}\na pass of the draft for 1, 4, 16, 64 sequences: {words} ms{hosted}"
     return aligned(rows)
 
 
