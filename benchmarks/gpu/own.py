@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import dflash_training
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.passes import PAGE_LEN, timed_s
+from benchmarks.gpu.passes import GAMMA, PAGE_LEN, pass_ms, timed_s
 from benchmarks.report import summarise
 from specwire.config.blocks import parse_skip
 from specwire.config.own_methods import DFLASH, EAGLE3, HEADS, LAYERS
@@ -28,10 +28,10 @@ from specwire.engine.model.block import BlockDrafter, BlockRunner
 from specwire.engine.model.eagle3 import Eagle3Runner
 from specwire.engine.model.own import HeadsRunner, LayersRunner
 from specwire.engine.model.runner import ModelRunner
-from specwire.rule.captured import CudaReplay
+from specwire.rule.captured import CudaReplay, EagerReplay
 from tools.eagle3 import training
 
-_NUM_PAGES = 4
+_NUM_PAGES = 12
 _NUM_FEATURES = 1024
 
 
@@ -47,8 +47,7 @@ def _layers(model: Any, **pages: Any) -> ModelRunner:
     for module in model.modules():
         module._compiled_call_impl = None  # as a service runs them that leaves layers out
     left_out = ModelBlocks(model).without(parse_skip("layers", "m1,m2"))
-    replay = CudaReplay() if model.device.type == "cuda" else None
-    return LayersRunner(model, left_out, replay=replay, **pages)
+    return LayersRunner(model, left_out, **pages)
 
 
 def _block(model: Any, **pages: Any) -> ModelRunner:
@@ -86,12 +85,17 @@ def phases(
 
 
 def _measure(findings: Findings, source: str, model: Any, prompt: Sequence[int], num_passes: int) -> None:
-    """The first pass of a proposal of one stream, until its token is on the host."""
-    page_len = PAGE_LEN if model.device.type == "cuda" else 16
+    """A pass of the target that keeps what drafts read, and the first pass of a proposal of one stream, until
+    its token is on the host."""
+    is_cuda = model.device.type == "cuda"
+    page_len = PAGE_LEN if is_cuda else 16
     num_pages = _NUM_PAGES + len(prompt) // page_len
-    runner = _MAKERS[source](model, num_pages=num_pages, page_size=page_len)
+    replay = CudaReplay() if is_cuda else EagerReplay()
+    runner = _MAKERS[source](model, num_pages=num_pages, page_size=page_len, replay=replay)
     try:
         runner.warm()
+        times_ms = pass_ms(runner, 1, GAMMA + 1, num_passes)
+        findings.verify_ms[f"1 × {GAMMA + 1}, with {source}"] = summarise(times_ms)
         with runner.new_sequence() as cache:
             runner.forward([Feed(cache, prompt, 1)])
             assert runner.draft_shape is not None

@@ -277,6 +277,26 @@ class Batch(NamedTuple):
     caches: Sequence[SequenceCache] = ()
     adapters: IntArray | None = None
 
+    def previous_slots(self) -> IntArray:
+        """The slot of the token before each token, int64 [num_tokens]; anything before the first one."""
+        segments, previous = self.segments, np.roll(self.slots, 1)
+        size = segments.page_size
+
+        def slot(pages: Sequence[int], index: int) -> int:
+            return pages[index // size] * size + index % size
+
+        offsets = segments.query_offsets
+        columns = zip(offsets, offsets[1:], segments.cache_lens, segments.tables, strict=False)
+        for i, (start, end, length, pages) in enumerate(columns):
+            first, tree = length - (end - start), segments.trees.get(i)
+            if first:
+                previous[start] = slot(pages, first - 1)
+            if tree is not None:
+                for index in range(max(first, tree.start), length):
+                    parent = tree.parents[index - tree.start]  # -1 is the token before the tree
+                    previous[start + index - first] = slot(pages, tree.start + parent)
+        return previous
+
     def split(self, max_tokens: int) -> list[Batch]:
         """The same work in batches of at most `max_tokens` tokens, to be run in this order."""
         starts = range(0, len(self.token_ids), max_tokens)

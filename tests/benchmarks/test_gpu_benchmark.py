@@ -31,9 +31,11 @@ def test_a_dry_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert (status, found["problems"]) == (0, [])
     assert {"recurrent layers of qwen3_next", "recurrent layers of mamba2"} < found["facts"].keys()
-    assert list(found["verify_ms"]) == ["1 × 1", "1 × 6", "2 × 6"]
+    own = ["heads", "dflash", "eagle3", "layers"]
+    sizes = ["1 × 1", "1 × 6", "2 × 6", *(f"1 × 6, with {source}" for source in own)]
+    assert list(found["verify_ms"]) == sizes
     assert list(found["draft_ms"]) == ["0", "1"]
-    assert list(found["own_ms"]) == ["heads", "layers", "dflash", "eagle3"]
+    assert list(found["own_ms"]) == own
     assert list(found["adapters_ms"]) == [f"1 × 6, {kind}" for kind in ("none", "mixed", "one")]
     assert list(found["gap_ms"]) == ["target", "draft"]
     assert found["weights_bytes"] > 5e6

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,9 @@ from specwire.config.preflight import memory, plan
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.speculative import METHODS
 from specwire.config.stack import UpConfig
+from specwire.engine import models
 from specwire.errors import ConfigError, ModelLoadError, UnsupportedError
+from specwire.rule.captured import EagerReplay
 from tests.support import encoder_decoders
 from tests.support.blocks import save_published
 from tests.support.eagle3 import LAYOUTS, save_eagle3
@@ -36,6 +39,7 @@ from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_target
 from tests.support.together import generated
+from verify_service.grown import GrownDrafts
 from verify_service.threshold import Threshold
 
 SOURCES = ("heads", "layers", "mtp", "dflash", "eagle3", "draft_model")
@@ -105,6 +109,42 @@ def test_trees(served: Served, stack: LocalStack) -> None:
         return
     done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
     assert done.speculation.num_draft_tokens > 10 * done.speculation.num_rounds
+
+
+def test_passes_that_are_recorded_keep_what_drafts_read(served: Served, stack: LocalStack) -> None:
+    """As on a GPU: after the same tokens there are the same draft tokens as where passes run as they are."""
+    if served.source not in {"dflash", "eagle3"}:
+        pytest.skip("nothing is kept, or passes are not padded")
+    chain = replace(GREEDY, draft=served.source, num_draft_tokens=4)
+    shapes = chain, replace(chain, temperature=0.6), replace(chain, num_draft_tokens=12, max_depth=3)
+    drafted: dict[Any, dict[Any, Any]] = defaultdict(dict)
+    proposal = GrownDrafts._proposal
+
+    def noted(drafts: GrownDrafts, sequence: Any) -> Any:
+        found = proposal(drafts, sequence)
+        if found is not None:
+            grown = drafts._grown[sequence]
+            if grown.num_ranked == 1:  # trees grow as others were right
+                key = sequence.params.temperature, grown.growth.max_depth, *grown.committed
+                drafted[drafts._runner][key] = found.token_ids
+        return found
+
+    replay = mock.Mock(wraps=EagerReplay())
+    with (
+        mock.patch.object(GrownDrafts, "_proposal", noted),
+        mock.patch.object(models, "make_replay", return_value=replay),
+        started_services() as services,
+        local_stack(served.target, verify_options=served.options) as recorded,
+    ):
+        theirs, ours = (generated(each.address, shapes, PROMPT) for each in (stack, recorded))
+        assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+        padded = services["verify"].runner._padded  # type: ignore[attr-defined]
+        assert replay.capture.call_count > len(padded.buckets.single_stream())
+        recorded.assert_idle_within(5.0)
+        check_integrity(services["verify"].runner.pool)
+    one, other = drafted.values()
+    assert len(one.keys() & other.keys()) > 20
+    assert all(one[key] == other[key] for key in one.keys() & other.keys())
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.6])

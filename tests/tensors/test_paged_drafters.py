@@ -225,7 +225,7 @@ def test_first_tokens_are_left_out() -> None:
     assert kept.tolist() == [False, True, True, False, True, True]
     assert [*left.query_offsets] == [0, 2, 4]
     assert [*left.encoder_lens] == [1, 1]
-    assert mtp.previous_slots(row)[kept].tolist() == [0, 1, 22, 23]
+    assert row.previous_slots()[kept].tolist() == [0, 1, 22, 23]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,6 @@ def test_control_states_of_others_are_refused(drafter: Drafter, monkeypatch: pyt
     """The check at loading notices layers that read a token's own state, and blocks of layers in disorder."""
     taken = BlockRunner._taken
     monkeypatch.setattr(BlockRunner, "_taken", lambda runner: taken(runner)[::-1])
-    for module in (mtp, eagle3):
-        monkeypatch.setattr(module, "previous_slots", lambda batch: batch.slots)
+    monkeypatch.setattr(Batch, "previous_slots", lambda batch: batch.slots)
     with pytest.raises(ModelLoadError, match="self-check failed"):
         drafter.load(load_model(drafter.target, dtype="float32"))

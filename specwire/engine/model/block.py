@@ -17,7 +17,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from specwire.engine.batch import Batch
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import NotingRunner, check_drafts, eager, read_tensors, target_ids
+from specwire.engine.model.drafter import KeepingRunner, check_drafts, eager, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -243,7 +243,7 @@ def _reference(
         return runner.logits(states[0, drafter.first :])[:, columns]
 
 
-class BlockRunner(NotingRunner):
+class BlockRunner(KeepingRunner):
     """As `ModelRunner`; fills the pages for a block drafter, and runs it.
 
     Args:
@@ -253,21 +253,14 @@ class BlockRunner(NotingRunner):
         state_size: of a state.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        drafter: BlockDrafter,
-        *,
-        num_pages: int | Callable[[int, int], int],
-        page_size: int = 16,
-    ) -> None:
+    def __init__(self, model: Any, drafter: BlockDrafter, **pages: Any) -> None:
         self._drafter, config = drafter, drafter.layers.config
         self.state_size = config.hidden_size
         self._masks = (config.mask_token_id,) * (config.block_size - 1)
         self._drafted: Tensor  # of the latest blocks, [num_blocks, num_drafts, state_size]
         self._blocks: IntArray = np.empty(0, np.int64)  # of each node since these
         read = [number + 1 for number in config.target_layer_ids]  # its ids name layers by what they give
-        super().__init__(model, read, num_pages=num_pages, page_size=page_size)
+        super().__init__(model, read, **pages)
         num_drafted = self.vocab_size if drafter.target_ids is None else len(drafter.target_ids)
         num_drafts = len(self._masks) + 1 - drafter.first
         self.draft_shape = DraftShape(num_drafted, masks=self._masks, longest=num_drafts)
@@ -279,11 +272,8 @@ class BlockRunner(NotingRunner):
         probe.shapes |= own.shapes
         return probe
 
-    def _run_packed(self, batch: Batch) -> Tensor:
-        logits = super()._run_packed(batch)
-        slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
+    def _keep(self, slots: Tensor, before: Tensor, token_ids: Tensor, positions: Tensor) -> None:
         self._run_context(positions, _Context(slots, self._layers))
-        return logits
 
     def _run_context(self, positions: Tensor, packed: attention.Attend) -> None:
         """Run the drafter over the states of the latest pass, and one token that nothing reads."""

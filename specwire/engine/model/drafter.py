@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specwire.engine.attention.paged import ATTENTION_NAME
-from specwire.engine.batch import Feed
+from specwire.engine.batch import Batch, Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import DraftQuery
 from specwire.engine.model import loading
+from specwire.engine.model.padded import StepInputs
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -44,16 +45,10 @@ class NotingRunner(ModelRunner):
     Args:
         layer_ids: of these layers, in the order in which states are wanted; the number of layers stands for
             what the last norm gives.
+        pages: of `ModelRunner`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        layer_ids: Collection[int],
-        *,
-        num_pages: int | Callable[[int, int], int],
-        page_size: int,
-    ) -> None:
+    def __init__(self, model: Any, layer_ids: Collection[int], **pages: Any) -> None:
         self._layer_ids = layer_ids
         self._seen: dict[int, Tensor] = {}  # by layer, of the latest pass, [1, num_tokens, hidden_size]
         decoder = model.get_decoder()
@@ -65,8 +60,9 @@ class NotingRunner(ModelRunner):
             else decoder.register_forward_hook(functools.partial(self._note_output, number))
             for number in layer_ids
         ]
-        super().__init__(model, num_pages=num_pages, page_size=page_size)
-        self.attention_path = "views"
+        super().__init__(model, **pages)
+        if self._padded is None:
+            self.attention_path = "views"
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -87,6 +83,33 @@ class NotingRunner(ModelRunner):
         """Logits of some of the target's tokens as float32 [n, vocab_size]; -inf for all others."""
         found = logits.new_full((len(logits), self.vocab_size), float("-inf"), dtype=torch.float32)
         return found.index_copy_(1, target_ids, logits.float())
+
+
+class KeepingRunner(NotingRunner):
+    """As `NotingRunner`; keeps what its drafter reads of a pass: a part of the pass, and recorded with it."""
+
+    _reads_previous = True
+
+    def _keep(self, slots: Tensor, before: Tensor, token_ids: Tensor, positions: Tensor) -> None:
+        """Write to the pages what the drafter will read of the latest pass.
+
+        Args:
+            slots, before, token_ids, positions: int64 [num_tokens] on the device; `before` is the slot of the
+                token before each, anything for a first one.
+        """
+        raise NotImplementedError
+
+    def _run_packed(self, batch: Batch) -> Tensor:
+        logits = super()._run_packed(batch)
+        columns = batch.slots, batch.previous_slots(), batch.token_ids, batch.positions
+        self._keep(*(to_device(each, self.device) for each in columns))
+        return logits
+
+    def _run_padded(self, inputs: StepInputs) -> Tensor:
+        logits, parts = super()._run_padded(inputs), inputs.on_device
+        assert parts.previous is not None
+        self._keep(parts.slots, parts.previous, parts.token_ids, parts.positions)
+        return logits
 
 
 def chain_logits(runner: Any, cache: SequenceCache, token_ids: Iterable[int]) -> Iterator[Tensor]:

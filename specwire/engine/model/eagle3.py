@@ -36,15 +36,15 @@ from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
 from specwire.engine.model.drafter import (
+    KeepingRunner,
     NodeStates,
-    NotingRunner,
     bare_rows,
     check_drafts,
     eager,
     read_tensors,
     target_ids,
 )
-from specwire.engine.model.mtp import MtpBatch, previous_slots, without_first
+from specwire.engine.model.mtp import MtpBatch, without_first
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -370,19 +370,17 @@ class _Whole:
         return found.transpose(1, 2)
 
 
-class Eagle3Runner(NotingRunner):
+class Eagle3Runner(KeepingRunner):
     """As `ModelRunner`; fills the pages for EAGLE-3, and runs it.
 
     Args:
         drafter: of the model.
     """
 
-    def __init__(
-        self, model: Any, drafter: Eagle3, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
-    ) -> None:
+    def __init__(self, model: Any, drafter: Eagle3, **pages: Any) -> None:
         self._drafter, self._nodes = drafter, NodeStates()
         self.draft_shape = DraftShape(drafter.settings.draft_vocab_size)
-        super().__init__(model, drafter.settings.layer_ids, num_pages=num_pages, page_size=page_size)
+        super().__init__(model, drafter.settings.layer_ids, **pages)
 
     def _reduced(self) -> Tensor:
         """Of the latest pass, [num_tokens, size]."""
@@ -404,17 +402,11 @@ class Eagle3Runner(NotingRunner):
         """The states that the target has shown, as keys of one head; there are no values."""
         return self._layers[self._drafter]
 
-    def _run_packed(self, batch: Batch) -> Tensor:
-        logits = super()._run_packed(batch)
-        slots, before, token_ids, positions = (
-            to_device(part, self.device)
-            for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
-        )
+    def _keep(self, slots: Tensor, before: Tensor, token_ids: Tensor, positions: Tensor) -> None:
         self._known.keys[slots, 0] = self._reduced()
         # No state comes before a first token, whose key is computed of another one and never read.
         key, value = self._drafter.keys(self._known.keys[before, 0], token_ids, positions)
         self._layers[self._drafter.layer.self_attn].write(slots, key, value)
-        return logits
 
     def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
         assert batch is not None
@@ -422,7 +414,7 @@ class Eagle3Runner(NotingRunner):
         states = self._nodes.before(query)  # None where the target has computed them
         slots, before, token_ids, positions = (
             to_device(part, self.device)
-            for part in (batch.slots, previous_slots(batch), batch.token_ids, batch.positions)
+            for part in (batch.slots, batch.previous_slots(), batch.token_ids, batch.positions)
         )
         given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
         _, segments = without_first(batch, 1)

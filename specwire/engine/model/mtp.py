@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -38,7 +38,6 @@ from specwire.engine.model.drafter import NodeStates, NotingRunner, check_drafts
 from specwire.engine.model.packing import pack_linears
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
-from specwire.support import IntArray
 
 _CHECK_TOKENS = 10
 
@@ -106,12 +105,10 @@ class MtpRunner(NotingRunner):
         state_size: of a state.
     """
 
-    def __init__(
-        self, model: Any, mtp: MtpModel, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
-    ) -> None:
+    def __init__(self, model: Any, mtp: MtpModel, **pages: Any) -> None:
         self._mtp, self._nodes = mtp, NodeStates()
         last_norm = len(model.get_decoder().layers)
-        super().__init__(model, [last_norm], num_pages=num_pages, page_size=page_size)
+        super().__init__(model, [last_norm], **pages)
         self.draft_shape = DraftShape(self.vocab_size)
 
     @torch.inference_mode()
@@ -158,7 +155,7 @@ class MtpRunner(NotingRunner):
             [num_tokens, state_size], of the first layer, without the tokens that it does not read.
         """
         found = states
-        previous = previous_slots(batch)
+        previous = batch.previous_slots()
         for number in range(first, self.num_layers):
             kept, segments = without_first(batch, number + 1)
             if not len(segments):
@@ -202,27 +199,6 @@ class MtpBatch(PackedBatch):
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
-
-
-def previous_slots(batch: Batch) -> IntArray:
-    """The slot of the token before each token of a row, int64 [num_tokens]; anything before the first one."""
-    segments, previous = batch.segments, np.roll(batch.slots, 1)
-    size = segments.page_size
-    offsets = segments.query_offsets
-    columns = zip(offsets, offsets[1:], segments.cache_lens, segments.tables, strict=False)
-    for i, (start, end, length, pages) in enumerate(columns):
-        first, tree = length - (end - start), segments.trees.get(i)
-        if first:
-            previous[start] = _slot(pages, first - 1, size)
-        if tree is not None:
-            for index in range(max(first, tree.start), length):
-                parent = tree.parents[index - tree.start]  # -1 is the token before the tree
-                previous[start + index - first] = _slot(pages, tree.start + parent, size)
-    return previous
-
-
-def _slot(pages: Sequence[int], index: int, size: int) -> int:
-    return pages[index // size] * size + index % size
 
 
 def without_first(batch: Batch, num_first: int) -> tuple[npt.NDArray[np.bool_], Segments]:

@@ -29,7 +29,7 @@ from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
 
 _PAGED: Mapping[str, Callable[..., ModelRunner]] = {
-    MTP: lambda model, _, **pages: MtpRunner(model, mtp.load(model), **pages),
+    MTP: lambda model, _, replay, **pages: MtpRunner(model, mtp.load(model), **pages),  # not padded
     DFLASH: lambda model, directory, **pages: BlockRunner(model, block.load(directory, model), **pages),
     EAGLE3: lambda model, directory, **pages: Eagle3Runner(model, eagle3.load(directory, model), **pages),
 }
@@ -51,7 +51,7 @@ def make_runner(
     """
     (source, argument), pages = config.own, {"num_pages": num_pages, "page_size": config.page_len}
     if make := _PAGED.get(source):
-        return make(model, argument, **pages)
+        return make(model, argument, replay=steps["replay"], **pages)
     if source not in (HEADS, LAYERS):
         return ModelRunner(model, **pages, **steps)
     name = Path(config.model).name if Path(config.model).exists() else config.model

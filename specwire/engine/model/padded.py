@@ -45,6 +45,7 @@ class Bucket(NamedTuple):
         has_trees: some sequences end in trees, whose attention copies the keys.
         has_few_rows: logits are wanted of `_FEW_ROWS` tokens at most.
         has_adapters: some tokens have an adapter, and all are run with adapters.
+        has_previous: of each token the slot of the one before it is known.
     """
 
     num_tokens: int
@@ -54,6 +55,7 @@ class Bucket(NamedTuple):
     has_trees: bool = False
     has_few_rows: bool = False
     has_adapters: bool = False
+    has_previous: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -71,6 +73,7 @@ class Buckets:
         max_tokens: larger steps are not padded.
         gathers: attention copies the keys, so the size of the copies is bounded too.
         batch_invariant: all steps have one size, `INVARIANT_TOKENS`.
+        has_previous: see `Bucket`.
     """
 
     page_size: int
@@ -78,6 +81,7 @@ class Buckets:
     max_tokens: int = TOKEN_SIZES[-1]
     gathers: bool = False
     batch_invariant: bool = False
+    has_previous: bool = False
 
     def fit(self, row: Batch) -> Bucket | None:
         """The smallest bucket that holds the row; None if it is too large for all."""
@@ -95,7 +99,7 @@ class Buckets:
         num_pages = self._pages_for(most_pages, gathers=self.gathers or has_trees)
         has_few_rows = len(row.rows) <= _FEW_ROWS < num_tokens
         sizes = num_tokens, num_segments, min(query_size, num_tokens), num_pages
-        bucket = Bucket(*sizes, has_trees, has_few_rows, has_adapters)
+        bucket = Bucket(*sizes, has_trees, has_few_rows, has_adapters, self.has_previous)
         return bucket if self._allows(bucket) else None
 
     @property
@@ -114,8 +118,8 @@ class Buckets:
             if most_pages <= self.max_pages:
                 num_pages = self._pages_for(most_pages, gathers=self.gathers)
                 query_size = min(num_tokens, _at_least(QUERY_SIZES, num_tokens) or num_tokens)
-                has_few_rows = num_tokens > _FEW_ROWS
-                found.append(Bucket(num_tokens, 1, query_size, num_pages, has_few_rows=has_few_rows))
+                bucket = Bucket(num_tokens, 1, query_size, num_pages, has_previous=self.has_previous)
+                found.append(bucket._replace(has_few_rows=num_tokens > _FEW_ROWS))
         return [bucket for bucket in found if self._allows(bucket)]
 
     def allows_invariance(self) -> bool:
@@ -149,6 +153,7 @@ class _Parts:
         self.token_ids, self.positions, self.slots = lines[:3]
         self.rows = lines[3][: bucket.num_rows]
         self.words = lines[4] if bucket.has_trees else None
+        self.previous = lines[4 + bucket.has_trees] if bucket.has_previous else None
         self.adapters = lines[-1] if bucket.has_adapters else None
         tables = block[num_lines * bucket.num_tokens :].view(torch.int32)
         ends = np.cumsum([num_segments + 1, num_segments, num_segments * bucket.num_pages]).tolist()
@@ -164,8 +169,9 @@ class _Parts:
 
 
 def _num_lines(bucket: Bucket) -> int:
-    """Numbers of each token: its id, position and slot, a row, the nodes that it sees, and its adapter."""
-    return 4 + bucket.has_trees + bucket.has_adapters
+    """Numbers of each token: its id, position and slot, a row, the nodes that it sees, the slot before its
+    own, and its adapter."""
+    return 4 + bucket.has_trees + bucket.has_previous + bucket.has_adapters
 
 
 class StepInputs:
@@ -187,6 +193,7 @@ class StepInputs:
         self._lines = [part.numpy() for part in (host.token_ids, host.positions, host.slots, host.rows)]
         self._words = None if host.words is None else host.words.numpy()
         self._adapters = None if host.adapters is None else host.adapters.numpy()
+        self._previous = None if host.previous is None else host.previous.numpy()
         self._tables = [part.numpy() for part in (host.query_offsets, host.cache_lens, host.pages)]
         self.on_device = _Parts(self._device, bucket)
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
@@ -203,6 +210,10 @@ class StepInputs:
 
     def _fill_tokens(self, row: Batch | None) -> int:
         token_ids, positions, slots, rows = self._lines
+        if self._previous is not None:
+            self._previous[:] = self.scratch_slot
+            if row is not None:
+                self._previous[: len(row.token_ids)] = row.previous_slots()
         if row is None:
             token_ids[:], positions[:], slots[:], rows[:] = 0, 0, self.scratch_slot, 0
             return 0

@@ -86,6 +86,8 @@ class ModelRunner:
     """
 
     drafting: Any = None
+    _reads_previous = False
+    """Whether passes read the slot of the token before each."""
     draft_shape: DraftShape | None = None
 
     def __init__(
@@ -152,6 +154,7 @@ class ModelRunner:
             max_pages=-(-most_tokens // page_size),
             gathers=self.attention_path != "paged",
             batch_invariant=batch_invariant,
+            has_previous=self._reads_previous,
         )
         if batch_invariant and not buckets.allows_invariance():
             raise ModelLoadError(
