@@ -272,7 +272,7 @@ class BlockRunner(KeepingRunner):
         probe.shapes |= own.shapes
         return probe
 
-    def _keep(self, slots: Tensor, before: Tensor, token_ids: Tensor, positions: Tensor) -> None:
+    def _keep(self, slots: Tensor, before: Tensor | None, token_ids: Tensor, positions: Tensor) -> None:
         self._run_context(positions, _Context(slots, self._layers))
 
     def _run_context(self, positions: Tensor, packed: attention.Attend) -> None:

@@ -88,26 +88,25 @@ class NotingRunner(ModelRunner):
 class KeepingRunner(NotingRunner):
     """As `NotingRunner`; keeps what its drafter reads of a pass: a part of the pass, and recorded with it."""
 
-    _reads_previous = True
-
-    def _keep(self, slots: Tensor, before: Tensor, token_ids: Tensor, positions: Tensor) -> None:
+    def _keep(self, slots: Tensor, before: Tensor | None, token_ids: Tensor, positions: Tensor) -> None:
         """Write to the pages what the drafter will read of the latest pass.
 
         Args:
             slots, before, token_ids, positions: int64 [num_tokens] on the device; `before` is the slot of the
-                token before each, anything for a first one.
+                token before each, anything for a first one, and None unless passes know it.
         """
         raise NotImplementedError
 
     def _run_packed(self, batch: Batch) -> Tensor:
         logits = super()._run_packed(batch)
-        columns = batch.slots, batch.previous_slots(), batch.token_ids, batch.positions
-        self._keep(*(to_device(each, self.device) for each in columns))
+        columns = batch.slots, batch.token_ids, batch.positions
+        slots, token_ids, positions = (to_device(each, self.device) for each in columns)
+        before = to_device(batch.previous_slots(), self.device) if self._has_previous else None
+        self._keep(slots, before, token_ids, positions)
         return logits
 
     def _run_padded(self, inputs: StepInputs) -> Tensor:
         logits, parts = super()._run_padded(inputs), inputs.on_device
-        assert parts.previous is not None
         self._keep(parts.slots, parts.previous, parts.token_ids, parts.positions)
         return logits
 

@@ -377,6 +377,8 @@ class Eagle3Runner(KeepingRunner):
         drafter: of the model.
     """
 
+    _has_previous = True
+
     def __init__(self, model: Any, drafter: Eagle3, **pages: Any) -> None:
         self._drafter, self._nodes = drafter, NodeStates()
         self.draft_shape = DraftShape(drafter.settings.draft_vocab_size)
@@ -402,7 +404,8 @@ class Eagle3Runner(KeepingRunner):
         """The states that the target has shown, as keys of one head; there are no values."""
         return self._layers[self._drafter]
 
-    def _keep(self, slots: Tensor, before: Tensor, token_ids: Tensor, positions: Tensor) -> None:
+    def _keep(self, slots: Tensor, before: Tensor | None, token_ids: Tensor, positions: Tensor) -> None:
+        assert before is not None
         self._known.keys[slots, 0] = self._reduced()
         # No state comes before a first token, whose key is computed of another one and never read.
         key, value = self._drafter.keys(self._known.keys[before, 0], token_ids, positions)

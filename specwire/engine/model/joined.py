@@ -52,18 +52,22 @@ def _join(linears: Sequence[Any]) -> None:
     if bias is not None:
         for each, part in zip(linears, torch.split(bias, sizes), strict=True):
             each.bias = nn.Parameter(part, requires_grad=each.bias.requires_grad)
-    waiting: dict[int, tuple[Tensor, Tensor]] = {}  # states that were read, and what came of them
+    kept: dict[int, tuple[Tensor, Tensor]] = {}  # by place: the states that were read, and what came of them
 
-    def forward_of(place: int) -> Callable[[Tensor], Tensor]:
+    def forward(states: Tensor) -> Tensor:
+        first, *others = torch.split(nn.functional.linear(states, weight, bias), sizes, dim=-1)
+        kept.update((place, (states, each)) for place, each in enumerate(others))
+        return first
+
+    def forward_of(place: int, linear: Any) -> Callable[[Tensor], Tensor]:
         def forward(states: Tensor) -> Tensor:
-            read, result = waiting.pop(place, (None, None))
+            read, result = kept.pop(place, (None, None))
             if read is states and result is not None:
                 return result
-            results = torch.split(nn.functional.linear(states, weight, bias), sizes, dim=-1)
-            waiting.update((other, (states, results[other])) for other in range(len(sizes)) if other != place)
-            return results[place]
+            return nn.functional.linear(states, linear.weight, linear.bias)
 
         return forward
 
-    for place, each in enumerate(linears):
-        each.forward = forward_of(place)
+    linears[0].forward = forward
+    for place, each in enumerate(linears[1:]):
+        each.forward = forward_of(place, each)

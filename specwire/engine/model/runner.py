@@ -86,8 +86,8 @@ class ModelRunner:
     """
 
     drafting: Any = None
-    _reads_previous = False
-    """Whether passes read the slot of the token before each."""
+    _has_previous = False
+    """Whether padded passes know the slot of the token before each."""
     draft_shape: DraftShape | None = None
 
     def __init__(
@@ -154,7 +154,7 @@ class ModelRunner:
             max_pages=-(-most_tokens // page_size),
             gathers=self.attention_path != "paged",
             batch_invariant=batch_invariant,
-            has_previous=self._reads_previous,
+            has_previous=self._has_previous,
         )
         if batch_invariant and not buckets.allows_invariance():
             raise ModelLoadError(

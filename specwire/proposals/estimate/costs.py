@@ -39,9 +39,9 @@ class CostModel:
     """cost = base + sum of (rate_i * feature_i), all terms non-negative, fitted to relative errors.
 
     Observations of similar size (to a power of two) form one sample, so that frequent operations do not
-    outweigh rare ones, such as a long prompt; older samples weigh less. While all samples are alike the rates
-    cannot be told from the base: then all cost is base, which is optimistic about larger operations, and the
-    first of those corrects it.
+    outweigh rare ones, such as a long prompt; older samples weigh less, in the end nothing. While all
+    samples are alike the rates cannot be told from the base: then all cost is base, which is optimistic
+    about larger operations, and the first of those corrects it.
 
     Attributes:
         base, rates: in the unit of the costs; 0 before the first observation.
