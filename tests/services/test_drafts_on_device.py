@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -122,22 +121,18 @@ def test_kinds_and_lengths_together(stacks: Stacks) -> None:
     stacks.device.assert_idle_within(5.0)
 
 
-def test_slow_trees_leave_chains_as_cheap_as_they_are(stacks: Stacks) -> None:
-    """Else a target whose trees were tried once would never draft chains again."""
+def test_what_the_host_chooses_is_counted_apart(stacks: Stacks) -> None:
+    """Else a target whose trees were tried once, which are slower, would never draft chains again."""
     if stacks.are_asked or stacks.prepares:
         pytest.skip("a service says what its own passes cost")
-    choosing = ModelDrafts.chosen_after
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.06)
-        return choosing(*args)
-
-    with mock.patch.object(ModelDrafts, "chosen_after", slow):
-        for num_nodes in (12, 5, 12, 5, 12):
-            params = replace(CASES["gumbel"], num_draft_tokens=num_nodes, max_depth=4 * (num_nodes == 12))
-            stacks.device.client.generate(params=replace(params, max_tokens=12), prompt_token_ids=PROMPT)
-    load = stacks.verify.engine.load()
-    assert load.draft_hosted_ns > 2 * load.own_draft_ns(1, 8)
+    hosted: dict[bool, set[float]] = {True: set(), False: set()}
+    costs = stacks.verify.engine._draft_costs
+    for is_tree in (True, False, True):
+        params = replace(CASES["gumbel"], num_draft_tokens=12 if is_tree else 5, max_depth=4 * is_tree)
+        with mock.patch.object(costs, "add", wraps=costs.add) as added:
+            stacks.device.client.generate(params=params, prompt_token_ids=PROMPT)
+        hosted[is_tree] |= {features[1] for (features, _), _ in added.call_args_list}
+    assert hosted == {True: {1}, False: {0}}
 
 
 def test_capturing_writes_nothing_of_a_sequence(stacks: Stacks) -> None:
