@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draft_service.drafter import DraftJob
 from specwire import clock
-from specwire.core import Verdict
+from specwire.core import Load, Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import NO_DRAFTING, Decider
 from specwire.engine.drawn import Drawn
@@ -52,6 +52,12 @@ class StepCost:
         """Of a pass over so many tokens of so many sequences."""
         beyond_us = self.sequence_us * (num_sequences - 1) + self.token_us * (num_tokens - 1)
         return self.base_ms / 1e3 + beyond_us / 1e6
+
+    def as_load(self) -> Load:
+        """As a service measures it before its first request."""
+        first_us = self.sequence_us + self.token_us
+        microseconds = 1e3 * self.base_ms - first_us, self.sequence_us, self.token_us
+        return Load(0, 1, *(int(1e3 * each) for each in microseconds))
 
 
 class LogitsDecider:

@@ -83,6 +83,8 @@ class _Service:
             context_len=model.context_len,
             prepares_outcomes=True,
             trees=True,
+            devices=("shared",) if setting.slowdown > 1 else (),
+            costs=cost.as_load(),
         )
         self.service = ModelService(self.engine, runner, self.info, _UNLIMITED)
 

@@ -255,8 +255,10 @@ class SharedChoice:
             self.are_known = True
             self._held.clear()
 
-    def add_settled(self, among: Among, way: Way, done: Round, elapsed_ns: int) -> None:
-        """A round of a stream that has settled under a way, and its time."""
+    def add_settled(
+        self, among: Among, way: Way, done: Round, elapsed_ns: int, *, is_plain: bool = False
+    ) -> None:
+        """A round of a stream that has settled under a way, and its time; for `is_plain` see `Block`."""
         held = self._held.get(among)
         if not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
             return
@@ -265,7 +267,7 @@ class SharedChoice:
         if num_rounds:
             usual_ns = _OUTLIER_RATIO * block.time_ns / num_rounds
             elapsed_ns = min(elapsed_ns, int(max(_LEAST_OUTLIER_NS, usual_ns)))
-        block.add(done.num_steps, len(done.token_ids), elapsed_ns)
+        block.add(done.num_steps, len(done.token_ids), elapsed_ns, is_plain=is_plain)
         self._earned += _TRIAL_SHARE * elapsed_ns / 1e9 / num_streams
         is_enough = num_rounds + 1 >= max(_MIN_BLOCK_ROUNDS, _BLOCK_ROUNDS * num_streams)
         if is_enough and block.time_ns >= _MIN_BLOCK_NS * num_streams:
@@ -274,7 +276,7 @@ class SharedChoice:
 
     def _learn_block(self, block: Block, among: Among) -> None:
         block.num_sequences = self.costs.num_sequences
-        if block.steps.get(0, 0) >= _PLAIN_SHARE * block.num_rounds:
+        if block.num_plain >= _PLAIN_SHARE * block.num_rounds:
             block.way = PLAIN  # as streams chose for their own texts
         elif not among.is_fixed:
             self._learn_share(block)
@@ -389,6 +391,8 @@ class SharedChoice:
     def _promised(self, way: Way) -> Prospects:
         costs, slowness, tokens = self.costs, self._slowness.get(way, 1.0), self._tokens(way.num_nodes)
         plain_ns = self._slowness.get(PLAIN, 1.0) * costs.round_ns(PLAIN, 0)
+        if PLAIN not in self._measured:  # passes seem dearer while drafts take turns with them
+            plain_ns = min(plain_ns, costs.alone_ns(self._num_streams) or plain_ns)
         lengths = range(1, MAX_CHOSEN + 1)
         drafted = [slowness * costs.round_ns(way, n) for n in lengths]
         unwaited = [plain_ns, *(slowness * costs.unwaited_ns(way, n) for n in lengths)]

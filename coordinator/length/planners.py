@@ -87,6 +87,8 @@ class _Observer:
     limit: int
     _among: Among
     _last = 0
+    _waits = False
+    """Whether draft tokens are waited for: a round whose own were late is no plain one."""
     _is_adaptive = False
     """Whether what is believed of the stream's text is read before its next round."""
 
@@ -122,7 +124,8 @@ class _Observer:
         if self.limit and not self._settling and not done.draft_cost.draft_unavailable:
             load = done.verify_cost.load
             prompts_ns = min(load.prefill_ns, int(_MOST_PROMPTS * elapsed_ns)) if load else 0
-            self._shared.add_settled(self._among, way, done, elapsed_ns - prompts_ns)
+            is_plain = not (done.num_steps or self._waits)
+            self._shared.add_settled(self._among, way, done, elapsed_ns - prompts_ns, is_plain=is_plain)
 
 
 class FixedLength(_Observer):
@@ -137,6 +140,7 @@ class FixedLength(_Observer):
         """
         super().__init__(shared)
         self.limit = min(num_draft_tokens, max_depth) if max_depth else num_draft_tokens
+        self._waits = self.limit > 0
         self._among = shared.among_fixed(self.limit, num_draft_tokens if max_depth else 0)
         if num_draft_tokens:
             self._plan = Plan(num_draft_tokens, max_depth=max_depth)
@@ -169,7 +173,7 @@ class AdaptiveLength(_Observer):
         """See `generation.Planner`."""
         before = self._way
         way, num_outcomes = self._enter()
-        shared = self._shared
+        shared, self._waits = self._shared, False
         if way == PLAIN:
             return Plan(0, why_plain=shared.why_not)
         if before is not None and before.num_nodes != way.num_nodes:
@@ -182,6 +186,7 @@ class AdaptiveLength(_Observer):
         else:
             found = Length(min(FIRST_LENGTH, self.limit), min(FIRST_LENGTH, self.limit), waits=True)
         self._last, length, waits = found
+        self._waits = waits and length > 0
         if not length:
             return Plan(0, num_outcomes, why_plain=shared.why_not)
         wait_s = patience_s(length, shared.costs.proposal_ns(way, length), prospects) if waits else 0.0

@@ -48,6 +48,7 @@ class Block:
         num_sequences: of a verify pass, on the average.
         steps: how many rounds had so many draft tokens one after another.
         num_tokens: that they committed.
+        num_plain: rounds without draft tokens, as was planned: none were waited for.
     """
 
     way: Way
@@ -55,14 +56,16 @@ class Block:
     steps: dict[int, int] = field(default_factory=dict)
     time_ns: float = 0.0
     num_tokens: int = 0
+    num_plain: int = 0
 
     @property
     def num_rounds(self) -> int:
         """Of all streams."""
         return sum(self.steps.values())
 
-    def add(self, num_steps: int, num_tokens: int, elapsed_ns: int) -> None:
+    def add(self, num_steps: int, num_tokens: int, elapsed_ns: int, *, is_plain: bool) -> None:
         """A round of any stream."""
+        self.num_plain += is_plain
         self.steps[num_steps] = self.steps.get(num_steps, 0) + 1
         self.num_tokens += num_tokens
         self.time_ns += elapsed_ns
@@ -112,7 +115,7 @@ class RoundCosts:
         self._num_chains = num_chains
         self._proposals = {CHAIN: _Proposals()}
         self._num_proposals = 0
-        self._load, self._told = Load(), Load()
+        self._load, self._told, self._target_told = Load(), Load(), Load()
         self._once_ns = Mean(0.0, num_rounds=_ONCE_ROUNDS, least_rate=1 / _ONCE_ROUNDS)
         self._round_tokens = Mean(1.0, num_rounds=1, least_rate=1 / _ONCE_ROUNDS)
         self._queue_share = self._network_ns = self.mean_drafted = 0.0
@@ -122,7 +125,7 @@ class RoundCosts:
     def know(self, target: Load | None, draft: Load | None) -> None:
         """What passes cost, before any round."""
         if target is not None and not self._load.base_ns:
-            self._load = target
+            self._load = self._target_told = target
         self._told = draft or self._told
 
     def rescale(self, num_streams: int, before: int) -> None:
@@ -180,6 +183,10 @@ class RoundCosts:
     def pass_ns(self) -> float:
         """Of one token."""
         return max(1.0, self._load.pass_ns(1, 1))
+
+    def alone_ns(self, num_streams: int) -> float:
+        """A pass of plain decoding, as measured before any draft ran beside it; 0 if it was not."""
+        return self._target_told.pass_ns(num_streams, num_streams)
 
     @property
     def once_ns(self) -> float:

@@ -26,6 +26,7 @@ from specwire.core import ModelInfo
 from specwire.errors import ConfigError, HandshakeError, ServiceUnavailableError
 from specwire.vllm import check_version, read_options
 from tests.support.harness import LOOPBACK, LoopThread, handshake, local_stack
+from tests.support.processes import wait_until
 from tests.support.tiny_models import VOCAB_SIZE, build, model_of, save, written_by_transformers
 
 NUM_TOKENS = 61
@@ -182,9 +183,15 @@ def test_prompts_in_parts_and_none_worth_drafting_get_nothing(drafts: BatchDraft
 def test_what_was_prepared_needs_no_request(address: str, texts: list[tuple[list[int], list[int]]]) -> None:
     drafts = drafter(address, num_outcomes="4")
     engine = Engine(texts)
+
+    def is_prepared() -> bool:
+        opened = [each.drafter._current for each in drafts._rows if each is not None]
+        return all(each is not None and each.sequence.prepared for each in opened)
+
     while engine.running:
         engine.step(drafts)
-        time.sleep(0.05)  # the target's pass, in which the draft works
+        if engine.num_steps < NUM_STEPS - 1:  # the draft works during the target's pass, but not at the end
+            wait_until(is_prepared, 20)
     outcomes = drafts.take_counts().outcomes
     assert outcomes[CallOutcome.READY] > outcomes[CallOutcome.ASKED]
     assert engine.num_accepted == len(texts) * MOST_ACCEPTED

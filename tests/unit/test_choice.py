@@ -35,12 +35,17 @@ class Machine:
     """A made-up system in which many streams decode in turn; times in nanoseconds.
 
     Draft steps and passes cost what they say; `sharing` is how much slower passes get as soon as anybody
-    drafts, as where both share a processor.
+    drafts, as where both share a processor, and `says_slower` whether the target says so of its passes. With
+    `is_late` no proposal arrives while it is waited for.
     """
 
     def __init__(self, num_streams: int, *, base: float, sequence: float, token: float, step: float) -> None:
         self.rng = np.random.default_rng(num_streams)
-        self.shared = SharedChoice(lambda: num_streams)
+        told = Load(0, num_streams, int(base), int(sequence), int(token)), Load(0, 1, int(step))
+        self.says_slower = self.is_late = False
+        self.shared = SharedChoice(
+            lambda: num_streams, told=lambda: told if self.says_slower else (None, None)
+        )
         self.streams = [AdaptiveLength(self.shared) for _ in range(num_streams)]
         self.base, self.sequence, self.token, self.step = base, sequence, token, step
         self.sharing = 1.0
@@ -73,14 +78,18 @@ class Machine:
         num = len(self.streams)
         lengths = [stream.plan().num_draft_tokens for stream in self.streams]
         self.chosen.update(lengths)
+        sharing = self.sharing if any(lengths) else 1.0
         draft = self.step * max(lengths)
-        verify = self.pass_time(num, sum(lengths) + num) * (self.sharing if any(lengths) else 1)
+        lengths = [0] * num if self.is_late else lengths
+        verify = self.pass_time(num, sum(lengths) + num) * sharing
         noise = self.rng.lognormal(0, 0.05)
-        load = Load(0, num, int(self.base), int(self.sequence), int(self.token))
+        said = sharing if self.says_slower else 1.0
+        load = Load(0, num, int(said * self.base), int(said * self.sequence), int(said * self.token))
         for stream, length in zip(self.streams, lengths, strict=True):
             accepted = int(np.argmin([*(self.rng.random(length) < alpha), False]))
             draft_ns = int(self.step * length * noise)
-            draft_cost = Cost(CallOutcome.ASKED, wall_ns=draft_ns, forward_ns=draft_ns, num_prefill_tokens=1)
+            outcome = CallOutcome.TIMED_OUT if self.is_late else CallOutcome.ASKED
+            draft_cost = Cost(outcome, wall_ns=draft_ns, forward_ns=draft_ns, num_prefill_tokens=1)
             verify_cost = Cost(wall_ns=int(verify * noise), forward_ns=int(verify * noise), load=load)
             done = Round(
                 Proposal(0, [0] * length),
@@ -149,6 +158,23 @@ def test_a_machine_that_cannot_do_both_at_once_decodes_plainly() -> None:
     machine.run(300, 0.6)
     assert machine.run(4000, 0.6) > 0.98 * machine.plain()
     assert machine.chosen[0] > 0.95 * machine.chosen.total()
+
+
+def test_plain_decoding_is_believed_to_cost_what_it_did_before_drafts_ran_beside_it() -> None:
+    """Passes take three times as long meanwhile: by these plain decoding seems slower than drafts."""
+    machine = Machine(4, base=3e6, sequence=0, token=0.3e6, step=0.4e6)
+    machine.sharing, machine.says_slower = 3.0, True
+    assert machine.run(200, 0.95) > 0.8 * machine.plain()
+
+
+def test_rounds_whose_proposals_are_late_are_not_taken_for_plain_decoding() -> None:
+    machine = Machine(1, **CHEAP)
+    machine.run(20, 0.8)
+    machine.is_late = True
+    machine.run(20, 0.8)
+    measured = {each.way: each.measured_rate for each in machine.shared.compared()}
+    assert measured[Way(True)]
+    assert not measured[PLAIN]
 
 
 def test_it_speculates_again_when_that_pays_again() -> None:
