@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draft_service.drafter import DraftJob
 from specwire import clock
-from specwire.core import Load, Verdict
+from specwire.core import Verdict
 from specwire.engine.batch import Feed
 from specwire.engine.device import NO_DRAFTING, Decider
 from specwire.engine.drawn import Drawn
@@ -27,6 +27,7 @@ from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
 from specwire.proposals.calibration import NUM_RANKS
+from specwire.proposals.estimate.costs import CostModel
 from specwire.rule.choices import SHARPNESS
 from specwire.support import IntArray
 from verify_service.verifier import VerifyJob
@@ -53,11 +54,11 @@ class StepCost:
         beyond_us = self.sequence_us * (num_sequences - 1) + self.token_us * (num_tokens - 1)
         return self.base_ms / 1e3 + beyond_us / 1e6
 
-    def as_load(self) -> Load:
+    def measured(self) -> CostModel:
         """As a service measures it before its first request."""
-        first_us = self.sequence_us + self.token_us
-        microseconds = 1e3 * self.base_ms - first_us, self.sequence_us, self.token_us
-        return Load(0, 1, *(int(1e3 * each) for each in microseconds))
+        costs, sizes = CostModel(2), ((1, 1), (1, 17), (8, 1), (8, 5), (32, 1))
+        costs.assume([((n, n * each), 1e9 * self.seconds(n, n * each)) for n, each in sizes])
+        return costs
 
 
 class LogitsDecider:
@@ -166,7 +167,14 @@ class _NoThread(ComputeThread):
 class VirtualEngine(Engine):
     """The real engine: only its thread is a task, and its waits are in simulated time."""
 
-    def __init__(self, runner: VirtualRunner, decider: Decider, context_len: int, device: Device) -> None:
+    def __init__(
+        self,
+        runner: VirtualRunner,
+        decider: Decider,
+        context_len: int,
+        device: Device,
+        costs: CostModel | None = None,
+    ) -> None:
         super().__init__(
             runner,
             decider,
@@ -175,6 +183,7 @@ class VirtualEngine(Engine):
             context_len=context_len,
             thread=_NoThread(),
             prefix_sharing=False,
+            costs=costs,
         )
         self._inbox: _Inbox = _Inbox()
         self._virtual_runner, self._device = runner, device

@@ -30,6 +30,7 @@ from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
 from specwire.engine.boot import ModelService
 from specwire.engine.device import Decider
 from specwire.engine.emulated import EmulatedModel
+from specwire.engine.measuring import as_load
 from specwire.telemetry import tracing
 from specwire.v1 import generation_pb2
 from verify_service.servicer import VerifyServicer
@@ -76,7 +77,9 @@ class _Service:
     ) -> None:
         runner = VirtualRunner(model, cost, exact=setting.exact)
         self.process = Process(setting.overheads.message_ms)
-        self.engine = VirtualEngine(runner, decider, model.context_len, device)
+        costs = cost.measured()
+        known = costs if cost is setting.target else None  # as in `boot`
+        self.engine = VirtualEngine(runner, decider, model.context_len, device, known)
         self.info = ModelInfo(
             name=f"alpha={model.alpha:g}",
             vocab_size=model.vocab_size,
@@ -84,7 +87,7 @@ class _Service:
             prepares_outcomes=True,
             trees=True,
             devices=("shared",) if setting.slowdown > 1 else (),
-            costs=cost.as_load(),
+            costs=as_load(costs, None),
         )
         self.service = ModelService(self.engine, runner, self.info, _UNLIMITED)
 

@@ -50,7 +50,8 @@ _HORIZON_S = 20.0
 _SWITCH_ROUNDS = 1.0
 """What a trial loses besides: what was prepared is lost, and some rounds do not count."""
 _TRIAL_SHARE, _FIRST_TRIAL_ROUNDS = 0.02, 6.0
-"""Share of the time that trials may be expected to lose, and rounds that they may lose besides."""
+"""Share of the time that trials may be expected to lose, and rounds that they may lose besides: plain ones,
+where those of a way on trial are longer, or each slow trial would pay for the next."""
 _CHANGE_RATIO, _LEAST_GAIN = 1.01, 1.03
 """A way replaces another one that it is so many times as fast as; one that drafts, plain decoding, where
 nothing is prepared: a draft that works ahead costs nothing. Where both are alike, changes and trials cost
@@ -351,7 +352,8 @@ class SharedChoice:
             loss = (gain - (rate - rates[best])) * block_s + _SWITCH_ROUNDS * round_s
             if i != best and _HORIZON_S * gain - loss > worth:
                 worth, tried, cost = _HORIZON_S * gain - loss, i, loss
-        if cost > _FIRST_TRIAL_ROUNDS * round_s + self._earned - self._spent:
+        first_s = _FIRST_TRIAL_ROUNDS * min(round_s, self._promised(PLAIN).plain_ns / 1e9)
+        if cost > first_s + self._earned - self._spent:
             return best
         self._spent += cost
         return tried
