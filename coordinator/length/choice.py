@@ -256,9 +256,7 @@ class SharedChoice:
             self.are_known = True
             self._held.clear()
 
-    def add_settled(
-        self, among: Among, way: Way, done: Round, elapsed_ns: int, *, is_plain: bool = False
-    ) -> None:
+    def add_settled(self, among: Among, way: Way, done: Round, elapsed_ns: int, *, is_plain: bool) -> None:
         """A round of a stream that has settled under a way, and its time; for `is_plain` see `Block`."""
         held = self._held.get(among)
         if not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
