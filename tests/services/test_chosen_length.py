@@ -47,9 +47,9 @@ def test_the_running_system_finds_a_good_number() -> None:
 
 def test_the_choice_with_other_numbers_of_streams() -> None:
     """A pass with 64 streams is shared by 64 times as many draft tokens, which cost here."""
-    draft = "emulated:step_ms=0.1,alpha=0.8"
-    with local_stack("emulated:step_ms=2,token_us=500", draft, coordinator_options=CHOSEN) as stack:
-        params = SamplingParams(max_tokens=100, rule=Rule.GUMBEL)
+    draft = "emulated:step_ms=0.5,alpha=0.8"
+    with local_stack("emulated:step_ms=10,token_us=2500", draft, coordinator_options=CHOSEN) as stack:
+        params = SamplingParams(max_tokens=60, rule=Rule.GUMBEL)
         for _ in range(3):
             stack.client.generate(params=params, prompt_token_ids=[1])
         few, many = stack.client.get_status(if_num_streams=[1, 64]).choices
