@@ -37,8 +37,16 @@ def test_sigterm_as_soon_as_it_can_be_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.parametrize("name", ["specwire coordinator", "specwire draft", "verify"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "specwire coordinator",
+        pytest.param("specwire draft", marks=pytest.mark.serial),
+        pytest.param("verify", marks=pytest.mark.serial),
+    ],
+)
 def test_a_signal_while_it_waits_or_loads(name: str, number: signal.Signals) -> None:
+    """Loading torch's libraries is not interrupted, and takes seconds beside other tests."""
     assert _status_after(name, number, 1.5) == 128 + number
 
 

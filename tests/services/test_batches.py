@@ -27,7 +27,7 @@ from specwire.errors import ConfigError, HandshakeError, ServiceUnavailableError
 from specwire.vllm import check_version, read_options
 from tests.support.harness import LOOPBACK, LoopThread, handshake, local_stack
 from tests.support.processes import wait_until
-from tests.support.tiny_models import VOCAB_SIZE, build, model_of, save, written_by_transformers
+from tests.support.tiny_models import VOCAB_SIZE, build, reference_model, save, written_by_transformers
 
 NUM_TOKENS = 61
 NUM_STEPS, MOST_ACCEPTED = 13, 48
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def texts() -> list[tuple[list[int], list[int]]]:
     """The draft's own, of prompts of equal lengths of which two are the same."""
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12], [9, 10, 11, 12], [13, 14, 15, 3]]
-    return [(prompt, written_by_transformers(model_of("llama"), prompt, NUM_TOKENS)) for prompt in prompts]
+    return [(prompt, written_by_transformers(reference_model("llama"), prompt, NUM_TOKENS)) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
