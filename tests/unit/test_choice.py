@@ -167,6 +167,18 @@ def test_plain_decoding_is_believed_to_cost_what_it_did_before_drafts_ran_beside
     assert machine.run(200, 0.95) > 0.8 * machine.plain()
 
 
+def test_a_way_that_disappoints_is_left_after_a_round_of_each_stream() -> None:
+    """And the one round before it, which has the prompts in it; one that is as good as promised is kept."""
+
+    def num_drafted(sharing: float) -> int:
+        machine = Machine(16, base=6e6, sequence=0.5e6, token=0.2e6, step=0.5e6)
+        machine.sharing = sharing
+        return sum(machine.run(1, 0.6) > 0 and machine.chosen[0] == 0 for _ in range(8))
+
+    assert num_drafted(5.0) == 2
+    assert num_drafted(1.0) == 8
+
+
 def test_rounds_whose_proposals_are_late_are_not_taken_for_plain_decoding() -> None:
     machine = Machine(1, **CHEAP)
     machine.run(20, 0.8)
