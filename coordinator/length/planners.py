@@ -115,9 +115,11 @@ class _Observer:
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
         way = PLAIN if self._way is None else self._way
-        is_learnt = done.num_steps and self._shared.learns_next
-        if is_learnt or (self._is_adaptive and way.drafts):  # without draft tokens the text may change, too
-            self._text(way.num_nodes).add(done.num_steps, done.outcome.num_accepted)
+        is_learnt = self._shared.learns_next
+        # Without draft tokens the text may change, too.
+        if (is_learnt and done.num_steps) or (self._is_adaptive and way.drafts):
+            text = self._text(way.num_nodes)
+            text.add(done.num_steps, done.outcome.num_accepted, is_shared=is_learnt)
         self._shared.add(done, way, elapsed_ns)
         if way.num_nodes and done.num_steps and self._is_adaptive:
             self._shared.add_depth(way.num_nodes, self._last, done.num_steps)

@@ -88,7 +88,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def texts() -> list[tuple[list[int], list[int]]]:
     """The draft's own, of prompts of equal lengths of which two are the same."""
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12], [9, 10, 11, 12], [13, 14, 15, 3]]
-    return [(prompt, written_by_transformers(reference_model("llama"), prompt, NUM_TOKENS)) for prompt in prompts]
+    draft = reference_model("llama")
+    return [(prompt, written_by_transformers(draft, prompt, NUM_TOKENS)) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")

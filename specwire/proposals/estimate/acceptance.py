@@ -157,15 +157,20 @@ class OwnAcceptance:
         self._shared = shared
         self._belief = shared.prior_belief
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Update on a round. Without draft tokens nothing is observed, but the text may have changed."""
+    def add(self, num_drafted: int, num_accepted: int, *, is_shared: bool = True) -> None:
+        """Update on a round. Without draft tokens nothing is observed, but the text may have changed.
+
+        Args:
+            is_shared: what all streams share is learnt from it, too.
+        """
         num_drafted, num_accepted = min(num_drafted, NUM_POSITIONS), min(num_accepted, NUM_POSITIONS)
         shared = self._shared
         if num_drafted:
             is_ended = num_accepted < num_drafted
             likelihoods = shared.ended_likelihoods if is_ended else shared.reached_likelihoods
             self._belief = _normalised(self._belief * likelihoods[num_accepted])
-            shared.add(num_drafted, num_accepted, self._belief)
+            if is_shared:
+                shared.add(num_drafted, num_accepted, self._belief)
         self._belief = shared.changes[num_accepted] @ self._belief
 
     def reached(self, num_drafted: int) -> list[float]:
