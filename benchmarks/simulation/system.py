@@ -70,7 +70,13 @@ class Setting:
 
 
 class _Service:
-    """A model service in a process of its own, on a simulated device."""
+    """A model service in a process of its own, on a simulated device.
+
+    Attributes:
+        knows_costs: whether the engine begins with the costs that it says, as `boot` has it.
+    """
+
+    knows_costs = False
 
     def __init__(
         self, setting: Setting, model: EmulatedModel, decider: Decider, cost: StepCost, device: Device
@@ -78,7 +84,7 @@ class _Service:
         runner = VirtualRunner(model, cost, exact=setting.exact)
         self.process = Process(setting.overheads.message_ms)
         costs = cost.measured()
-        known = costs if cost is setting.target else None  # as in `boot`
+        known = costs if self.knows_costs else None
         self.engine = VirtualEngine(runner, decider, model.context_len, device, known)
         self.info = ModelInfo(
             name=f"alpha={model.alpha:g}",
@@ -94,6 +100,8 @@ class _Service:
 
 class VerifyService(_Service):
     """The real servicer and engine."""
+
+    knows_costs = True
 
     def __init__(self, setting: Setting, device: Device) -> None:
         model = replace(setting.model, alpha=1.0, period=0)
