@@ -36,19 +36,13 @@ MAX_OUTCOMES = 32
 FIRST_LENGTH = 4
 """Draft tokens of a round before costs are known."""
 
-_BLOCK_ROUNDS, _MIN_BLOCK_ROUNDS, _MIN_BLOCK_NS = 4, 6, 250_000_000
-"""Rounds that are measured together: of each stream and of all at least, and for a stream's time at least. A
-shorter block shows how quiet the machine just was."""
+_BLOCK_ROUNDS, _BLOCK_NS = 4, 250_000_000
+"""Rounds of each stream that are measured together, and for a stream's time at least: a shorter block shows
+how quiet the machine just was."""
 _DISAPPOINTING, _EARLY_NS = 0.75, 60_000_000
 """A block that brings less than this share of what plain decoding promises, or another way that was
 measured, ends after one round of each stream, and so long. Simulated, sixteen streams on a device that both
 models share: a request with a trial has 0.93 of plain decoding, 0.88 with whole blocks."""
-_OUTLIER_RATIO, _LEAST_OUTLIER_NS = 4.0, 64_000_000
-"""No round counts for more than so many mean ones, if that is so long: a prompt of any length may be in it. A
-target that goes on by itself sends rounds of up to 16 ms at once."""
-_PLAIN_SHARE = 0.95
-"""A block of a way that drafts counts as plain decoding with such a share of rounds without draft tokens. The
-others make the passes of all longer: with half of them, plain decoding seemed to take 1.6 times as long."""
 _HORIZON_S = 20.0
 """For how long the result of a trial is worth something."""
 _SWITCH_ROUNDS = 1.0
@@ -56,15 +50,15 @@ _SWITCH_ROUNDS = 1.0
 _TRIAL_SHARE, _FIRST_TRIAL_ROUNDS = 0.02, 6.0
 """Share of the time that trials may be expected to lose, and rounds that they may lose besides: plain ones,
 where those of a way on trial are longer, or each slow trial would pay for the next."""
-_CHANGE_RATIO, _LEAST_GAIN = 1.01, 1.03
-"""A way replaces another one that it is so many times as fast as; one that drafts, plain decoding, where
-nothing is prepared: a draft that works ahead costs nothing. Where both are alike, changes and trials cost
-more than they bring: nine points of the embedded pair, 4 to 64 streams, had 0.97 of plain decoding in the
-median with 1.0 and 0.99 with 1.05, but with that one stream under Gumbel coupling drafted nothing."""
-_TREE_GAIN, _UNKNOWN, _KNOWN_ROUNDS = 1.25, 0.2, 25
-"""Tokens of a tree beyond the first over those of a chain, before one was tried: of 32 nodes, with the
-embedded pair. The logarithm of what a shape brings that was not tried may be wrong by so much, and has half
-the variance after so many rounds: the draft learns, too, what trees to grow."""
+CHANGE_RATIO, _LEAST_GAIN = 1.02, 1.03
+"""A way, or a stream's length, replaces another one that it promises so many times the rate of: outcomes were
+prepared for that. A way that drafts, plain decoding, where nothing is prepared: a draft that works ahead
+costs nothing. Where both are alike, changes and trials cost more than they bring: nine points of the embedded
+pair, 4 to 64 streams, had 0.97 of plain decoding in the median with 1.0 and 0.99 with 1.05, but with that one
+stream under Gumbel coupling drafted nothing."""
+_UNKNOWN, _KNOWN_ROUNDS = 0.2, 25
+"""The logarithm of what a shape brings that was not tried may be wrong by so much, and has half the variance
+after so many rounds: the draft learns, too, what trees to grow."""
 _SLOW_SHARE = 0.25
 """A draft is slow when a proposal that was not prepared takes this share of a pass.
 
@@ -74,10 +68,6 @@ of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w
 """
 _SHARE_ROUNDS = 100
 """Rounds that what streams get of an average text's tokens is averaged over, about."""
-_DEPTH_RATE = 0.2
-"""Learning rate of how deep trees are."""
-_LEAST_SHARE = 0.05
-"""A proposal that takes less than this share of a pass, such as the target's own, is not named as a cost."""
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more than 32
 streams, a quarter of them."""
@@ -186,7 +176,6 @@ class SharedChoice:
         self._measured: dict[Way, float] = {}  # tokens a nanosecond of a stream, in the last block
         self._prospects: dict[Way, Prospects] = {}
         self._shares = dict.fromkeys((CHAIN, *TREES), 1.0)  # see `_learn_share`
-        self._depths = dict.fromkeys(TREES, float(MAX_CHOSEN))  # that trees reach where they may be deeper
         # Seconds: so far; that trials may lose; that they were expected to lose.
         self._now = self._earned = self._spent = 0.0
         self._num_rounds = self._refresh_at = self._learn_at = self.num_trials = 0
@@ -235,14 +224,6 @@ class SharedChoice:
             self._prospects[way] = self._promised(way)
         return self._prospects[way]
 
-    def add_depth(self, num_nodes: int, num_planned: int, num_steps: int) -> None:
-        """A tree that could have been so deep, and how deep it was."""
-        depth = self._depths[num_nodes]
-        if num_steps < num_planned:
-            self._depths[num_nodes] += _DEPTH_RATE * (num_steps - depth)
-        elif num_steps >= int(depth):
-            self._depths[num_nodes] += _DEPTH_RATE * (num_steps + 1 - depth)
-
     @property
     def learns_next(self) -> bool:
         """Whether costs are learnt from the next round that is added."""
@@ -268,22 +249,17 @@ class SharedChoice:
         if not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
             return
         block, num_streams = held.block, self._num_streams
-        num_rounds = block.num_rounds
-        if num_rounds:
-            usual_ns = _OUTLIER_RATIO * block.time_ns / num_rounds
-            elapsed_ns = min(elapsed_ns, int(max(_LEAST_OUTLIER_NS, usual_ns)))
         block.add(done.num_steps, len(done.token_ids), elapsed_ns, is_plain=is_plain)
         self._earned += _TRIAL_SHARE * elapsed_ns / 1e9 / num_streams
         disappoints = block.num_tokens < held.least_rate * block.time_ns
-        rounds, least_ns = (1, _EARLY_NS) if disappoints else (_BLOCK_ROUNDS, _MIN_BLOCK_NS)
-        is_enough = num_rounds + 1 >= max(_MIN_BLOCK_ROUNDS, rounds * num_streams)
-        if is_enough and block.time_ns >= least_ns * num_streams:
+        rounds, least_ns = (1, _EARLY_NS) if disappoints else (_BLOCK_ROUNDS, _BLOCK_NS)
+        if block.num_rounds >= rounds * num_streams and block.time_ns >= least_ns * num_streams:
             self._learn_block(block, among)
             self._held[among] = self._decided(among, held)
 
     def _learn_block(self, block: Block, among: Among) -> None:
         block.num_sequences = self.costs.num_sequences
-        if block.num_plain >= _PLAIN_SHARE * block.num_rounds:
+        if block.is_plain:
             block.way = PLAIN  # as streams chose for their own texts
         elif not among.is_fixed:
             self._learn_share(block)
@@ -307,15 +283,13 @@ class SharedChoice:
         if before is not None:
             self.costs.rescale(self._num_streams, before.num_streams)
         ways = self._open(among)
-        way = before.best if before and before.best in ways else ways[0]
-        rates = [-math.inf] * len(ways)
-        if self.are_known:
-            rates = self._rates(among, ways)[0]
-            way = ways[int(np.argmax(self._merits(ways, rates)))]
-            self._prospects.clear()
-            self.why_not = self._reason()
+        if not self.are_known:
+            way = before.best if before and before.best in ways else ways[0]
+            return _Held(way, way, Block(way), self._num_streams)
+        rates, _ = self._rates(among, ways)
+        best = ways[int(np.argmax(self._merits(ways, rates)))]
         is_tried = before is not None and before.way != before.best and before.way in ways
-        return self._hold(before.way if before and is_tried else way, way, ways, rates)
+        return self._taken(before.way if before and is_tried else best, best, ways, rates)
 
     def _decided(self, among: Among, held: _Held) -> _Held:
         """At the end of a block: the best way, or one to try."""
@@ -323,12 +297,10 @@ class SharedChoice:
         rates, covariance = self._rates(among, ways)
         merits = self._merits(ways, rates)
         best = int(np.argmax(merits))
-        if held.best in ways and merits[best] - merits[ways.index(held.best)] < math.log(_CHANGE_RATIO):
+        if held.best in ways and merits[best] - merits[ways.index(held.best)] < math.log(CHANGE_RATIO):
             best = ways.index(held.best)
         tried = self._worth_a_trial(merits, covariance, best, held.block)
         self.num_trials += tried != best and ways[tried] != held.way
-        self._prospects.clear()
-        self.why_not = self._reason()
         if log.isEnabledFor(logging.DEBUG):
             compared = sorted(zip(rates, ways, strict=True), reverse=True)
             log.debug(
@@ -339,7 +311,7 @@ class SharedChoice:
                 ways[tried],
                 ", ".join(f"{way} {math.exp(rate - rates[best]):.2f}" for rate, way in compared),
             )
-        return self._hold(ways[tried], ways[best], ways, rates)
+        return self._taken(ways[tried], ways[best], ways, rates)
 
     @staticmethod
     def _merits(ways: Sequence[Way], rates: Sequence[float]) -> list[float]:
@@ -366,7 +338,10 @@ class SharedChoice:
         self._spent += cost
         return tried
 
-    def _hold(self, way: Way, best: Way, ways: Sequence[Way], rates: Sequence[float]) -> _Held:
+    def _taken(self, way: Way, best: Way, ways: Sequence[Way], rates: Sequence[float]) -> _Held:
+        """A way that begins now, among those of which so much is expected."""
+        self._prospects.clear()
+        self.why_not = self._reason()
         known = {PLAIN, *self._measured} - {way}
         others = [rate for other, rate in zip(ways, rates, strict=True) if other in known]
         least_rate = _DISAPPOINTING * math.exp(max(others, default=-math.inf))
@@ -417,24 +392,17 @@ class SharedChoice:
         return Prospects(tokens, times, unwaited, plain_ns, hit_rate, self._longest(way, tokens))
 
     def _longest(self, way: Way, tokens: Sequence[float]) -> int:
-        """Most draft tokens of a stream in a row: what trees of so many nodes reach. Where the target drafts
-        for all streams together, each waits for the longest of all: none exceeds what suits an average text.
-        """
-        if way.num_nodes:
-            return max(1, min(MAX_CHOSEN, round(self._depths[way.num_nodes])))
-        if self._num_streams == 1 or not self.costs.is_drafted_by_target:
+        """Most draft tokens of a stream in a row. Where the target drafts for all streams together, each
+        waits for the longest of all: no chain exceeds what suits an average text."""
+        if way.num_nodes or self._num_streams == 1 or not self.costs.is_drafted_by_target:
             return MAX_CHOSEN
         return best_length(tokens, [self.costs.round_ns(way, n) for n in range(MAX_CHOSEN + 1)], least=1)
 
     def _tokens(self, num_nodes: int) -> list[float]:
-        """Of a shape; one that was never tried is believed to be like the tree nearest to it."""
-        tried = [nodes for nodes in TREES if self.acceptances[nodes].num_added]
-        if num_nodes == CHAIN or num_nodes in tried:
-            return self.acceptances[num_nodes].tokens()
-        if tried:
-            nearest = min(tried, key=lambda nodes: max(nodes / num_nodes, num_nodes / nodes))
-            return self.acceptances[nearest].tokens()
-        return [1 + _TREE_GAIN * (tokens - 1) for tokens in self.acceptances[CHAIN].tokens()]
+        """Of a shape; a tree that was never tried is believed to be like the nearest one, or a chain."""
+        tried = [nodes for nodes in TREES if self.acceptances[nodes].num_added] if num_nodes else []
+        nearest = min(tried, key=lambda nodes: max(nodes / num_nodes, num_nodes / nodes), default=CHAIN)
+        return self.acceptances[nearest].tokens()
 
     def _num_streams_changed(self, held: _Held) -> bool:
         before, now = held.num_streams, self._num_streams
@@ -514,7 +482,7 @@ class SharedChoice:
         if not self.are_known:
             return ""
         share, tokens = self.costs.proposal_share(Way(True)), self.acceptances[CHAIN].tokens()
-        parts = [f"a proposal takes {share:.1f} of a pass"] if share >= _LEAST_SHARE else []
+        parts = [f"a proposal takes {share:.1f} of a pass"] if round(share, 1) else []
         length = min(max(1, round(self.costs.mean_drafted)), len(tokens) - 1)
         parts.append(f"{tokens[length] - 1:.1f} of its tokens are accepted")
         drafted = [self._expected_rate(way) for way in self._measured if way.drafts]

@@ -18,25 +18,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.generation import Plan, Planner, Round
-from coordinator.length.choice import FIRST_LENGTH, Among, Prospects, SharedChoice
+from coordinator.length.choice import CHANGE_RATIO, FIRST_LENGTH, Among, Prospects, SharedChoice
 from coordinator.length.ways import MAX_CHOSEN, PLAIN, Way
 from specwire.core import MAX_TREE_NODES
 from specwire.proposals.estimate.acceptance import OwnAcceptance
 from specwire.proposals.estimate.rates import best_length
 
-_CHANGE_RATIO = 1.02
-"""A length replaces the stream's last one when it promises so many times its rate: outcomes were prepared for
-the last one."""
-_WAIT_RATIO = 0.9
-"""A proposal is waited for if it promises at least so many times the rate of plain decoding."""
 DEFAULT_TREE_NODES = 32
 """Nodes of a tree whose depth alone is given: docs/drafts.md has what 16, 32 and 64 bring."""
 _USUAL_WAITS = 2
 """A wait is not too long within so many times the usual one."""
-_SETTLING_ROUNDS = 3
-"""Rounds of a stream after its way has changed that are not counted: others may still be under the old one.
-Nor is its first, which has the prompt in it: with 64 streams, blocks with prompts took four times as long."""
-
 _MOST_PROMPTS = 0.75
 """Most of a round's time that is ascribed to prompts of others, and no fault of its way: sixteen streams that
 began together made their first drafted block look four times as slow as the next ones."""
@@ -63,8 +54,8 @@ def choose(tokens: Sequence[float], prospects: Prospects, last: int, *, least: i
     best = best_length(tokens, times, least)
     if least <= last < len(tokens):
         gain = tokens[best] / times[best] * times[last] / tokens[last]
-        best = best if gain > _CHANGE_RATIO else last
-    pays = best > 0 and tokens[best] / times[best] > _WAIT_RATIO * tokens[0] / times[0]
+        best = best if gain > CHANGE_RATIO else last
+    pays = tokens[best] / times[best] > tokens[0] / times[0]
     if pays or not prepares:
         return Length(best, best, waits=True)
     return Length(best, best_length(tokens, prospects.unwaited, least), waits=False)
@@ -96,13 +87,13 @@ class _Observer:
         self._shared = shared
         self._texts: dict[int, OwnAcceptance] = {}
         self._way: Way | None = None
-        self._settling = 2
+        self._is_settled = False
 
     def _enter(self) -> tuple[Way, int]:
         """The way of a round that begins, and how many outcomes are prepared."""
         way, num_outcomes = self._shared.begin_round(self._among)
-        changes = self._way is not None and way != self._way
-        self._settling = _SETTLING_ROUNDS if changes else max(0, self._settling - 1)
+        # Not in its first round: the prompt may be in it, and others may still be under another way.
+        self._is_settled = way == self._way
         self._way = way
         return way, num_outcomes
 
@@ -121,9 +112,7 @@ class _Observer:
             text = self._text(way.num_nodes)
             text.add(done.num_steps, done.outcome.num_accepted, is_shared=is_learnt)
         self._shared.add(done, way, elapsed_ns)
-        if way.num_nodes and done.num_steps and self._is_adaptive:
-            self._shared.add_depth(way.num_nodes, self._last, done.num_steps)
-        if self.limit and not self._settling and not done.draft_cost.draft_unavailable:
+        if self.limit and self._is_settled and not done.draft_cost.draft_unavailable:
             load = done.verify_cost.load
             prompts_ns = min(load.prefill_ns, int(_MOST_PROMPTS * elapsed_ns)) if load else 0
             is_plain = not (done.num_steps or self._waits)

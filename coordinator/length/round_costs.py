@@ -22,10 +22,10 @@ from specwire.proposals.estimate.rates import Mean
 
 _RATE = 0.2
 """Learning rate of the moving averages."""
-_ASKED_RATE = 0.02
-"""Learning rate of how many rounds are asked for: the first of each stream is, whoever begins the others."""
-_MIN_HIT_RATE = 0.02
-"""Learning rate of hit rates, once there are enough rounds to average over."""
+_MANY_ROUNDS = 50
+"""That rates of rare events are averaged over: hits, what is asked for (the first round of each stream is,
+whoever begins the others), and what prompts take of a draft, where as many rounds without any are assumed at
+first. About five requests."""
 _FIRST_HIT_RATE, _FIRST_HIT_ROUNDS = 0.8, 4
 """Hit rate before any is measured, and its weight in rounds: 0.86 was measured for the embedded pair under
 Gumbel coupling. From 0, a draft 20 ms away never came to be waited for."""
@@ -35,9 +35,6 @@ _TREE_WIDTH = 8
 """Nodes that a pass of a draft runs of a tree, at most."""
 _FIRST_PROPOSALS = 3
 """After so many, costs are known: the first has a prompt in it."""
-_ONCE_ROUNDS = 200
-"""Rounds over which what prompts take of a draft is averaged, and for which none is assumed at first: about
-twenty requests."""
 
 
 @dataclass
@@ -48,7 +45,8 @@ class Block:
         num_sequences: of a verify pass, on the average.
         steps: how many rounds had so many draft tokens one after another.
         num_tokens: that they committed.
-        num_plain: rounds without draft tokens, as was planned: none were waited for.
+        is_plain: no round had draft tokens, as was planned: none were waited for. One that has makes the
+            passes of all longer.
     """
 
     way: Way
@@ -56,7 +54,7 @@ class Block:
     steps: dict[int, int] = field(default_factory=dict)
     time_ns: float = 0.0
     num_tokens: int = 0
-    num_plain: int = 0
+    is_plain: bool = True
 
     @property
     def num_rounds(self) -> int:
@@ -65,7 +63,7 @@ class Block:
 
     def add(self, num_steps: int, num_tokens: int, elapsed_ns: int, *, is_plain: bool) -> None:
         """A round of any stream."""
-        self.num_plain += is_plain
+        self.is_plain &= is_plain
         self.steps[num_steps] = self.steps.get(num_steps, 0) + 1
         self.num_tokens += num_tokens
         self.time_ns += elapsed_ns
@@ -80,7 +78,7 @@ class _Proposals:
 
     def __init__(self) -> None:
         self.draft = CostModel(2)  # by number of draft tokens and of prefill tokens
-        self.hits = Mean(_FIRST_HIT_RATE, num_rounds=_FIRST_HIT_ROUNDS, least_rate=_MIN_HIT_RATE)
+        self.hits = Mean(_FIRST_HIT_RATE, num_rounds=_FIRST_HIT_ROUNDS, least_rate=1 / _MANY_ROUNDS)
         self.late_measured_ns = self.late_modelled_ns = 0.0
         self._sizes: set[int] = set()
 
@@ -116,8 +114,8 @@ class RoundCosts:
         self._proposals = {CHAIN: _Proposals()}
         self._num_proposals = 0
         self._load, self._told, self._target_told = Load(), Load(), Load()
-        self._once_ns = Mean(0.0, num_rounds=_ONCE_ROUNDS, least_rate=1 / _ONCE_ROUNDS)
-        self._round_tokens = Mean(1.0, num_rounds=1, least_rate=1 / _ONCE_ROUNDS)
+        self._once_ns = Mean(0.0, num_rounds=_MANY_ROUNDS, least_rate=1 / _MANY_ROUNDS)
+        self._round_tokens = Mean(1.0, num_rounds=1, least_rate=1 / _MANY_ROUNDS)
         self._queue_share = self._network_ns = self.mean_drafted = 0.0
         self._asked_share = {True: 0.0, False: 1.0}  # see `_goes_on`
         self.num_sequences = 1.0
@@ -167,7 +165,7 @@ class RoundCosts:
             return
         self._queue_share += _RATE * (cost.queue_ns / pass_ns - self._queue_share)
         is_asked, goes_on = cost.outcome is CallOutcome.ASKED, self._goes_on(num_steps)
-        self._asked_share[goes_on] += _ASKED_RATE * (is_asked - self._asked_share[goes_on])
+        self._asked_share[goes_on] += (is_asked - self._asked_share[goes_on]) / _MANY_ROUNDS
         if is_asked:
             self._network_ns += _RATE * (cost.network_ns + cost.handling_ns - self._network_ns)
 

@@ -11,7 +11,7 @@ from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Planner, Round
 from coordinator.length.choice import SharedChoice
 from coordinator.length.planners import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength
-from coordinator.length.ways import CHAIN, MAX_CHOSEN, TREES, Way
+from coordinator.length.ways import CHAIN, TREES
 from coordinator.servicer import planner_of
 from specwire.core import Load, Outcome, Proposal, Verdict
 
@@ -146,20 +146,3 @@ def test_streams_under_rejection_choose_among_chains() -> None:
     ):
         assert isinstance(chosen, AdaptiveLength)
         assert any(way.num_nodes for way in chosen._among.ways) is has_trees
-
-
-def test_a_tree_is_believed_to_be_as_deep_as_trees_become() -> None:
-    """The draft may find the likeliest nodes in fewer passes than it was allowed."""
-    shared, way = SharedChoice(lambda: 1), Way(True, 64)
-
-    def longest(way: Way) -> int:
-        return shared._promised(way).longest
-
-    assert longest(way) == MAX_CHOSEN
-    for _ in range(20):
-        shared.add_depth(64, longest(way), 9)
-    assert longest(way) == longest(Way(True, 64, prepares=True)) in (9, 10)
-    assert longest(Way(True, 32)) == longest(Way(True)) == MAX_CHOSEN
-    for _ in range(40):
-        shared.add_depth(64, longest(way), longest(way))
-    assert longest(way) >= 14, "where they reach what they may, more is tried"
