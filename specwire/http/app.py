@@ -26,10 +26,9 @@ from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
-from specwire.http.choices import Choice
 from specwire.http.entry import Entry, caller_of, check_model
 from specwire.http.errors import ApiError
-from specwire.http.exchange import Answered, Exchange, refusal
+from specwire.http.exchange import Answered, Choice, Exchange, refusal
 from specwire.http.headers import Guarded, Labelled
 from specwire.http.metrics import MetricsProxy, RequestCounts
 from specwire.http.model import Models, ServedModel, Spell
@@ -98,7 +97,7 @@ class Front:
                 ApiError: _refuse,
                 SpecwireError: _refuse,
                 HTTPException: _refuse_route,
-                ClientDisconnect: _leave,
+                ClientDisconnect: _leave_unanswered,
                 Exception: _refuse,
             },
         )
@@ -235,6 +234,5 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     return refusal(ApiError(error.status_code, message, code=code, headers=error.headers))
 
 
-async def _leave(request: Request, error: Exception) -> Response:
-    """The client has disconnected: the response is not read."""
+async def _leave_unanswered(request: Request, error: Exception) -> Response:
     return Response(status_code=NO_RESPONSE)

@@ -19,7 +19,7 @@ import pytest
 from specwire.config.client import HttpConfig
 from specwire.config.security.bearer import make_token
 from specwire.errors import UnauthenticatedError
-from specwire.http import answer_cache, connections, reading
+from specwire.http import answer_cache, connections, entry
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.errors import ApiError
 from specwire.http.origins import Origins
@@ -201,7 +201,7 @@ class TestBodies:
             assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
     def test_a_body_that_does_not_come_in_time(self, here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reading, "_READ_S", 0.2)
+        monkeypatch.setattr(entry, "_READ_S", 0.2)
         with connected(here.address) as connection:
             connection.sendall(head(100) + b"{")
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
@@ -210,7 +210,7 @@ class TestBodies:
         self, here: Fronted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with contextlib.ExitStack() as stack, front(here.stack.address, model_name="m") as address:
-            for _ in range(reading._NUM_LARGE):
+            for _ in range(entry._NUM_LARGE):
                 connection = stack.enter_context(connected(address))
                 connection.sendall(head(MB) + b"{")
             before = stack.enter_context(connected(address))
