@@ -30,7 +30,7 @@ from specwire.http.entry import Entry, caller_of, check_model
 from specwire.http.errors import ApiError
 from specwire.http.exchange import Answered, Choice, Exchange, refusal
 from specwire.http.headers import Guarded, Labelled
-from specwire.http.metrics import MetricsProxy, RequestCounts
+from specwire.http.metrics import RequestCounts, passed_on
 from specwire.http.model import Models, ServedModel, Spell
 from specwire.http.openapi import Operation
 from specwire.http.responses import ResponsesAnswer
@@ -60,12 +60,22 @@ class Front:
         self._models = Models(client, config)
         self._entry = Entry(self._models, config)
         self._tokens = TokenEndpoints(self._entry, self._models)
-        self._metrics = MetricsProxy(self._entry, config)
-        self._statuses = AnswerCache(self._ask_status)
+        self._statuses: AnswerCache[str, generation_pb2.GetStatusResponse] = AnswerCache(
+            lambda token: client.get_status(timeout_s=_STATUS_TIMEOUT_S, token=token)
+        )
 
     def app(self) -> ASGIApp:
         """The ASGI application. Ids are outermost, as Starlette handles defects outside of its middleware."""
-        routes = self._routes()
+        routes = Starlette(
+            routes=[Route(each.path, each.handler, methods=[each.method]) for each in self._operations()],
+            exception_handlers={
+                ApiError: _refuse,
+                SpecwireError: _refuse,
+                HTTPException: _refuse_route,
+                ClientDisconnect: _leave_unanswered,
+                Exception: _refuse,
+            },
+        )
         traced = Traced(Guarded(routes, self._config), self._tracer, routes.routes)
         paths = {each.handler: each.path for each in self._operations()}
         return Labelled(traced, self.counts, paths, is_lenient=self._config.lenient)
@@ -84,23 +94,11 @@ class Front:
             Operation(get, "/health", self.health, answer=openapi.HEALTH, is_open=True),
             Operation(get, "/ways", self.ways, answer=openapi.WAYS),
             Operation(get, "/version", self.version, answer=openapi.VERSION),
-            Operation(get, "/metrics", self._metrics.metrics, content="text/plain"),
+            Operation(get, "/metrics", self.metrics, content="text/plain"),
             Operation(get, "/openapi.json", self.openapi, answer=openapi.DOCUMENT),
             Operation(get, "/docs", self.docs, content="text/html"),
             Operation(get, "/", self.page, content="text/html", is_open=True),
         ]
-
-    def _routes(self) -> Starlette:
-        return Starlette(
-            routes=[Route(each.path, each.handler, methods=[each.method]) for each in self._operations()],
-            exception_handlers={
-                ApiError: _refuse,
-                SpecwireError: _refuse,
-                HTTPException: _refuse_route,
-                ClientDisconnect: _leave_unanswered,
-                Exception: _refuse,
-            },
-        )
 
     async def page(self, request: Request) -> Response:
         """The demo page."""
@@ -118,15 +116,22 @@ class Front:
 
     async def ways(self, request: Request) -> Response:
         """Ways to draft that are chosen among for requests that leave it open."""
-        return JSONResponse(_ways(await self._statuses.get(caller_of(request).token)))
-
-    async def _ask_status(self, token: str) -> generation_pb2.GetStatusResponse:
-        return await self._client.get_status(timeout_s=_STATUS_TIMEOUT_S, token=token)
+        status = await self._statuses.get(caller_of(request).token)
+        found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)  # the most promising first
+        names = [field.name for field in generation_pb2.WayStatus.DESCRIPTOR.fields]
+        ways = [{name: getattr(way, name) for name in names} for way in found]
+        answer = {"why_plain": status.why_plain, "num_workers": status.num_workers, "ways": ways}
+        return JSONResponse(answer)
 
     async def version(self, request: Request) -> Response:
         """That of this package; a caller needs a token where the coordinator requires one."""
         await self._entry.model(request)
         return JSONResponse({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """The coordinator's metrics."""
+        await self._entry.model(request)  # a caller needs the same token as for a generation
+        return await passed_on(self._config.metrics_from, request.headers.get("accept", "*/*"))
 
     async def openapi(self, request: Request) -> Response:
         """This API as an OpenAPI document."""
@@ -208,16 +213,6 @@ def _model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
             "least_pass_ms": target.least_pass_ms,
             "draft_shares_machine": draft is not None and draft.is_beside(target),
         },
-    }
-
-
-def _ways(status: generation_pb2.GetStatusResponse) -> dict[str, Any]:
-    """The most promising first."""
-    found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)
-    return {
-        "why_plain": status.why_plain,
-        "num_workers": status.num_workers,
-        "ways": [{field.name: getattr(way, field.name) for field in way.DESCRIPTOR.fields} for way in found],
     }
 
 

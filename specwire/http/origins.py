@@ -35,24 +35,19 @@ class Origins:
             ApiError: 403.
         """
         host = headers.get("host", "").lower()
-        if host and not self._is_ours(_name(host)):
+        name = _name(host)
+        is_ours = self._any or name in self._names or name == "localhost" or _is_address(name)
+        if host and not is_ours:
             message = f"Host {host!r} is not served here; see --allowed-hosts"
             raise ApiError(403, message, kind="permission_error", code="host_not_allowed")
         origin = headers.get("origin")
-        if origin is not None and not self._may_use(origin.lower(), host):
+        if origin is None or ANY in self._allowed or origin.lower() in self._allowed:
+            return
+        netloc = origin.lower().partition("://")[2]
+        # Behind a proxy that changes `Host`, the origin is ours if its name is allowed.
+        if not netloc or (netloc != host and _name(netloc) not in self._names):
             message = f"a page of {origin!r} may not use this server; see --cors-origin"
             raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
-
-    def _is_ours(self, name: str) -> bool:
-        return self._any or name in self._names or name == "localhost" or _is_address(name)
-
-    def _may_use(self, origin: str, host: str) -> bool:
-        return ANY in self._allowed or origin in self._allowed or self._is_own_page(origin, host)
-
-    def _is_own_page(self, origin: str, host: str) -> bool:
-        """Behind a proxy that changes `Host`, the origin is ours if its name is allowed."""
-        netloc = origin.partition("://")[2]
-        return netloc != "" and (netloc == host or _name(netloc) in self._names)
 
 
 def _name(netloc: str) -> str:

@@ -105,7 +105,11 @@ class Calling(Sampled):
             raise invalid("tool_choice", "needs tools")
         if self.must_call and not self.callable_functions:
             raise invalid(f"tool_choice{self.path}.name", "is none of the tools")
-        self._check_strict()
+        for i, function in enumerate(self.active_functions):
+            # No grammar holds what the model calls by its own choice.
+            if function.strict and not self.must_call:
+                problem = "true needs tool_choice 'required' or a named function, whose arguments match"
+                raise invalid(f"tools[{i}]{self.path}.strict", problem)
         if self.active_functions and grammar is not None:
             problem = "do not combine with structured output, which excludes calls; tool_choice 'none' does"
             raise invalid("tools", problem)
@@ -116,10 +120,3 @@ class Calling(Sampled):
         """
         if self.effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise invalid(name, "is in chat_template_kwargs too; give one of them")
-
-    def _check_strict(self) -> None:
-        """No grammar holds what the model calls by its own choice."""
-        for i, function in enumerate(self.active_functions):
-            if function.strict and not self.must_call:
-                problem = "true needs tool_choice 'required' or a named function, whose arguments match"
-                raise invalid(f"tools[{i}]{self.path}.strict", problem)

@@ -166,24 +166,22 @@ class Body(Sampled, Structured):
         return 1 if self.use_beam_search else self.num_choices  # one search has all choices of its prompt
 
     def more_params(self) -> dict[str, Any]:
-        return self._beams() | {"logit_bias": _biases(self.logit_bias or {}), "grammar": self.grammar()}
-
-    def _beams(self) -> dict[str, Any]:
-        """Arguments of a beam search, whose n texts are the choices; temperature 0 goes without saying."""
-        if not self.use_beam_search:
-            return {}
-        num = {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
-        return num | {"temperature": self.given.get("temperature", 0)}
+        biases = self.logit_bias or {}
+        for key, bias in biases.items():
+            if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_LEN):
+                raise InvalidRequestError(f"logit_bias[{key[:20]!r}]", bias, "must be keyed by token ids")
+        more: dict[str, Any] = {"logit_bias": {int(key): bias for key, bias in biases.items()}}
+        more["grammar"] = self.grammar()
+        if self.use_beam_search:  # its n texts are the choices; temperature 0 goes without saying
+            more |= {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
+            more["temperature"] = self.given.get("temperature", 0)
+        return more
 
     def check(self) -> None:
         if self.stream_options is not None and not self.streams:
             raise invalid("stream_options", "is only for requests with stream=true")
         if self.response_format is not None:
             self.response_format.check()
-        self._check_beams()
-
-    def _check_beams(self) -> None:
-        """A beam search has its texts at its end, and parameters of its own."""
         if not self.use_beam_search:
             for name in ("length_penalty", "early_stopping"):
                 if name in self.given:
@@ -194,10 +192,3 @@ class Body(Sampled, Structured):
         for name in ("stream", "return_fates"):
             if getattr(self, name):
                 raise invalid(name, "must be false with use_beam_search=true")
-
-
-def _biases(given: dict[str, Any]) -> dict[int, Any]:
-    for key, bias in given.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_LEN):
-            raise InvalidRequestError(f"logit_bias[{key[:20]!r}]", bias, "must be keyed by token ids")
-    return {int(key): bias for key, bias in given.items()}

@@ -51,19 +51,12 @@ class Calls:
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, CallBegins):
-                calls.append(self._begun(event.name))
+                call_id, function = "call_" + secrets.token_hex(12), {"name": event.name, "arguments": ""}
+                index, self._num_begun = self._num_begun, self._num_begun + 1
+                calls.append({"index": index, "id": call_id, "type": "function", "function": function})
             else:
-                self._extend(calls, event.text)
+                index = self._num_begun - 1
+                if not calls or calls[-1]["index"] != index:
+                    calls.append({"index": index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += event.text
         return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
-
-    def _begun(self, name: str) -> Json:
-        self._num_begun += 1
-        call_id = "call_" + secrets.token_hex(12)
-        function = {"name": name, "arguments": ""}
-        return {"index": self._num_begun - 1, "id": call_id, "type": "function", "function": function}
-
-    def _extend(self, calls: list[Json], arguments: str) -> None:
-        index = self._num_begun - 1
-        if not calls or calls[-1]["index"] != index:
-            calls.append({"index": index, "function": {"arguments": ""}})
-        calls[-1]["function"]["arguments"] += arguments
