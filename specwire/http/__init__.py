@@ -2,11 +2,11 @@
 
 A process of its own, which uses the coordinator through the public SDK. Needs `specwire[http]`.
 
-    origins.py   checks of Host and Origin
+    origins.py   checks of Host and Origin, CORS
     bodies/      request bodies                   JSON → nouns
-    headers.py   ids, warnings and CORS of all responses
+    headers.py   ids and warnings of all responses
     entry.py     the caller, the model and the body of a request, within limits; scan.py: of its structure
-    tokens.py    /tokenize, /detokenize           metrics.py: /metrics
+    metrics.py   of the front, and /metrics
     answers.py   response bodies                  nouns → JSON, in the forms of both APIs
     responses.py the same in the form of /v1/responses
     openapi.py   what is served, as a document    docs.py: as a page

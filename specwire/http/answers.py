@@ -70,9 +70,9 @@ class Answer(ABC):
         choice = self._part("") | {"index": index, "finish_reason": completion.finish_reason.value}
         return self._piece([choice | {"logprobs": None}])
 
-    def usage(self, completions: Sequence[Completion]) -> Json:
+    def usage(self, completions: Sequence[Completion]) -> Json | None:
         """The last chunk of a stream with usage, with the record of every choice."""
-        return self._piece([]) | self._counts(completions)
+        return self._piece([]) | self._counts(completions) if self._body.includes_usage else None
 
     def _piece(self, choices: list[Json]) -> Json:
         piece = self._head | {"object": self.chunk_name, "model": self._model, "choices": choices}

@@ -13,7 +13,6 @@ from specwire.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
     SpecwireError,
-    UnsupportedError,
 )
 
 log = logging.getLogger(__name__)
@@ -31,10 +30,6 @@ _BY_STATUS = {
     "CANCELLED": (503, "service_unavailable_error", "cancelled"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
 }
-_CODES: tuple[tuple[type[SpecwireError], str], ...] = (
-    (ContextLengthError, "context_length_exceeded"),
-    (UnsupportedError, "unsupported_value"),
-)
 _PARAMS = {"text": "prompt", "chat_template_kwargs.reasoning_effort": "reasoning_effort"}
 """This API's names of fields of the SDK."""
 
@@ -89,7 +84,7 @@ def api_error(error: Exception) -> ApiError:
         log.error("defect while serving a request", exc_info=error)
         return ApiError(500, "internal error; the server's log has the details", kind="server_error")
     status, kind, code = _BY_STATUS[error.status]
-    code = next((known for type_, known in _CODES if isinstance(error, type_)), code)
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else code
     param = None
     if isinstance(error, InvalidRequestError):
         param = _PARAMS.get(error.field) or error.field.replace("prompt_token_ids", "prompt", 1)

@@ -41,6 +41,13 @@ def refusal(error: Exception) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
+def refused(scope: Scope, error: Exception) -> JSONResponse:
+    """The same, which the request's span and its log record say too."""
+    spans.mark(scope["specwire.span"], error)
+    mark_refused(scope, error)
+    return refusal(error)
+
+
 Answered = Answer | ResponsesAnswer
 """One response in the form of its API."""
 Event = tuple[int, Chunk | Completion]
@@ -80,13 +87,11 @@ class Exchange(Response):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._running() as events:
             try:
-                first = await anext(events) if self._body.streams else None
+                first = await anext(events) if self._body.stream else None
                 if first is None:
                     self._completions = {i: each async for i, each in events if isinstance(each, Completion)}
             except Exception as error:
-                spans.mark(self._caller.span, error)
-                mark_refused(scope, error)
-                await refusal(error)(scope, receive, send)
+                await refused(scope, error)(scope, receive, send)
                 return
             if first is not None:
                 await self._stream(first, events, send)
@@ -150,8 +155,7 @@ class Exchange(Response):
             await self._send_event_of(send, *first)
             async for index, event in events:
                 await self._send_event_of(send, index, event)
-            if self._body.includes_usage:
-                await _send_events(send, self._answer.usage(self._in_order()))
+            await _send_events(send, self._answer.usage(self._in_order()))
             await send(_body(self._answer.end))
         except Exception as error:
             spans.mark(self._caller.span, error)

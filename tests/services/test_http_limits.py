@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.applications import Starlette
 
 from specwire.config.client import HttpConfig
 from specwire.config.security.bearer import make_token
@@ -413,7 +414,8 @@ class TestOrigins:
         ],
     )
     def test_who_may(self, address: str, allowed: str, host: str, origin: str | None, ok: bool) -> None:
-        origins = Origins(HttpConfig(address=address, allowed_hosts=allowed, allow_plaintext=True))
+        config = HttpConfig(address=address, allowed_hosts=allowed, allow_plaintext=True)
+        origins = Origins(Starlette(), config)
         headers = {"host": host} | ({} if origin is None else {"origin": origin})
         with contextlib.nullcontext() if ok else pytest.raises(ApiError) as refused:
             origins.check(headers)

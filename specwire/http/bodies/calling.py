@@ -12,7 +12,7 @@ from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.part import Prompt, invalid
 from specwire.http.bodies.tools import Function, rendered
 from specwire.http.tools.forced import format_of_forced, grammar_of_call
-from specwire.http.tools.formats import FORMATS, Format, chosen
+from specwire.http.tools.formats import FORMATS, Format, detected
 from specwire.text.grammar import Grammar
 
 
@@ -77,7 +77,16 @@ class Calling(Sampled):
         return self._format
 
     def prepare(self, chat_template: str, tool_call_parser: str) -> None:
-        self._format = chosen(tool_call_parser, chat_template)
+        """Take note of how the model calls.
+
+        Args:
+            chat_template: of the model; empty without one.
+            tool_call_parser: name of the format of its tool calls; empty to detect it.
+
+        Raises:
+            UnsupportedError: the format is not known.
+        """
+        self._format = FORMATS[tool_call_parser] if tool_call_parser else detected(chat_template)
         if self.active_functions and not self.must_call and self._format is None:
             problem = (
                 f"how this model writes calls is not known; set --tool-call-parser to {', '.join(FORMATS)}"

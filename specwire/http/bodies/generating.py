@@ -61,16 +61,6 @@ class Sampled(WithParameters):
     safety_identifier: Any = None
 
     @property
-    def streams(self) -> bool:
-        """Whether the response is streamed."""
-        return bool(self.stream)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk for the usage."""
-        return False
-
-    @property
     def reports_progress(self) -> bool:
         """Whether each chunk of a stream reports the round's draft tokens, speculation and timing."""
         return False
@@ -111,17 +101,6 @@ class Sampled(WithParameters):
         names = PARAMETERS.keys() - {"grammar", "logit_bias", "logprobs", "prompt_logprobs"}
         return {name: value for name in names if (value := getattr(self, name, None)) is not None}
 
-    def prepare(self, chat_template: str, tool_call_parser: str) -> None:
-        """Take note of what depends on the model.
-
-        Args:
-            chat_template: of the model; empty without one.
-            tool_call_parser: name of the format of its tool calls; empty to detect it.
-
-        Raises:
-            UnsupportedError: the model cannot do what is asked for.
-        """
-
     def more_params(self) -> dict[str, Any]:
         """What one API has more of `SamplingParams`."""
         return {}
@@ -151,11 +130,12 @@ class Body(Sampled, Structured):
 
     @property
     def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk for the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def reports_progress(self) -> bool:
-        return self.streams and bool(self.return_fates)
+        return bool(self.stream and self.return_fates)
 
     @property
     def num_choices(self) -> int:
@@ -178,7 +158,7 @@ class Body(Sampled, Structured):
         return more
 
     def check(self) -> None:
-        if self.stream_options is not None and not self.streams:
+        if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only for requests with stream=true")
         if self.response_format is not None:
             self.response_format.check()
