@@ -360,6 +360,7 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, as the command line prints it with `--json`."""
+        has_logprobs = bool(self.tokens) and self.tokens[0].logprob is not None
         return {
             "text": self.text,
             "token_ids": list(self.token_ids),
@@ -373,7 +374,7 @@ class Completion:
             "usage": _fields(self.usage),
             "speculation": self.speculation.to_dict(),
             "timing": {name: round(value, 3) for name, value in _fields(self.timing).items()},
-            "logprobs": _logprob_dicts(self.tokens) if _has_logprobs(self.tokens) else None,
+            "logprobs": _logprob_dicts(self.tokens) if has_logprobs else None,
             "prompt_logprobs": _logprob_dicts(self.prompt) if self.prompt else None,
             "num_resumes": self.num_resumes,
             "hypotheses": [_fields(each) for each in self.hypotheses],
@@ -382,10 +383,6 @@ class Completion:
 
 def _fields(record: Any) -> dict[str, Any]:
     return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(record).items()}
-
-
-def _has_logprobs(tokens: tuple[Token, ...]) -> bool:
-    return bool(tokens) and tokens[0].logprob is not None
 
 
 def _logprob_dicts(tokens: tuple[Token, ...]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from specwire.cli.signals import end_on_signals
+from specwire.cli.process import end_on_signals
 from specwire.config import extras
 from specwire.config.link import ProxyConfig
 from specwire.config.parser import add_command

@@ -97,7 +97,12 @@ def summary(compared: list[Result], colour: bool) -> str:
     assert isinstance(plain, Completion)
     rows = [("", f"{'tokens a pass':>13}  tokens/s  times plain  text")]
     for kind, found in compared:
-        words = f"not available: {found}" if isinstance(found, str) else _figures(found, plain)
+        if isinstance(found, str):
+            words = f"not available: {found}"
+        else:
+            speed, tokens_a_pass = tokens_per_s(found), found.speculation.tokens_per_round
+            words = f"{tokens_a_pass:13.2f}  {speed:8.0f}  {speed / tokens_per_s(plain):11.2f}"
+            words += "" if found is plain else f"  {likeness(found, plain)}"
         rows.append((kind.name, words))
     return "\n".join(["", *table(rows, colour)])
 
@@ -105,14 +110,6 @@ def summary(compared: list[Result], colour: bool) -> str:
 def tokens_per_s(done: Completion) -> float:
     """From the arrival of the request to the end."""
     return done.usage.completion_tokens / done.timing.total_ms * 1e3
-
-
-def _figures(done: Completion, plain: Completion) -> str:
-    speed, tokens_a_pass = tokens_per_s(done), done.speculation.tokens_per_round
-    figures = f"{tokens_a_pass:13.2f}  {speed:8.0f}  {speed / tokens_per_s(plain):11.2f}"
-    if done is plain:
-        return figures
-    return f"{figures}  {likeness(done, plain)}"
 
 
 def likeness(done: Completion, plain: Completion) -> str:

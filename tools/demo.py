@@ -11,14 +11,12 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from specwire.cli.supervisor import Stack
 from specwire.cli.terminal import dim, passes, stream, table
 from specwire.client.client import Client
-from specwire.completion import Completion, Speculation, Stage
+from specwire.completion import Completion, Stage
 from specwire.config.stack import DemoConfig, StackConfig
 from specwire.core import SamplingParams
 from tools import compare
@@ -47,7 +45,8 @@ def run(
     with Stack(config) as stack, Client(stack.address) as client:
 
         def generate(title: str, params: SamplingParams) -> Completion:
-            _warm_up(client, text, params)
+            # First passes take longer, and later generations find the prompt cached.
+            client.generate(text, dataclasses.replace(params, max_tokens=min(16, params.max_tokens or 16)))
             if as_json:
                 return client.generate(text, params)
             return stream(client, text, params, title, colour)
@@ -58,29 +57,15 @@ def run(
             compared = list(compare.results(client, params, generate))
             figures, words = compare.to_dict(compared), compare.summary(compared, colour)
         else:
-            both = _both(generate, params)
-            figures, words = _to_dict(*both), _summary(*both, _next(config), colour)
+            # Plain decoding runs first, so that speculation is seen to be faster.
+            plain = generate("without speculation:", dataclasses.replace(params, num_draft_tokens=0))
+            again = dataclasses.replace(params, seed=plain.seed, rule=plain.rule)
+            done = generate("with speculation:", again)
+            figures = done.to_dict() | {"without_speculation": plain.to_dict()}
+            words = _summary(done, plain, _next(config), colour)
         figures["least_pass_ms"] = config.least_pass_ms
     print(json.dumps(figures, ensure_ascii=False, indent=2) if as_json else words)
     return 0
-
-
-def _warm_up(client: Client, prompt: str, params: SamplingParams) -> None:
-    """First passes take longer, and later generations find the prompt cached."""
-    client.generate(prompt, dataclasses.replace(params, max_tokens=min(16, params.max_tokens or 16)))
-
-
-def _both(
-    generate: Callable[[str, SamplingParams], Completion], params: SamplingParams
-) -> tuple[Completion, Completion]:
-    """With speculation, and without, which runs first, so that speculation is seen to be faster."""
-    plain = generate("without speculation:", dataclasses.replace(params, num_draft_tokens=0))
-    again = dataclasses.replace(params, seed=plain.seed, rule=plain.rule)
-    return generate("with speculation:", again), plain
-
-
-def _to_dict(speculative: Completion, plain: Completion) -> dict[str, Any]:
-    return speculative.to_dict() | {"without_speculation": plain.to_dict()}
 
 
 def _pace(least_pass_ms: float) -> str:
@@ -116,34 +101,21 @@ def _called() -> str:
 def _summary(speculative: Completion, plain: Completion, following: str, colour: bool) -> str:
     speculation = speculative.speculation
     fast, slow = tokens_per_s(speculative), tokens_per_s(plain)
+    counts = zip(speculation.accepted_per_position, speculation.drafted_per_position, strict=True)
+    rates = [f"{num_kept / num:.2f}" for num_kept, num in counts]
     rows = [
         ("without speculation", f"{slow:.0f} tokens/s, {passes(plain.speculation)}"),
         ("with speculation", f"{fast:.0f} tokens/s, {fast / slow:.1f} times as fast"),
         ("passes", passes(speculation)),
         ("text", likeness(speculative, plain)),
-        ("acceptance rate", _acceptance(speculation)),
+        ("acceptance rate", f"{speculation.draft_acceptance_rate:.2f}, by position {' '.join(rates) or '-'}"),
         ("seed", f"{speculative.seed} (another text: --seed N)"),
     ]
     if speculation.why_plain:
         rows.insert(0, ("decoded plainly", speculation.why_plain))
     figures, stages = table(rows, colour), table(_stages(speculative, plain), colour)
-    return "\n".join(
-        [
-            "",
-            *figures,
-            "",
-            dim("next, a page that races both, and OpenAI's API:", colour),
-            f"  {following}",
-            "",
-            *stages,
-        ]
-    )
-
-
-def _acceptance(speculation: Speculation) -> str:
-    drafted, accepted = speculation.drafted_per_position, speculation.accepted_per_position
-    rates = [f"{num_kept / num:.2f}" for num_kept, num in zip(accepted, drafted, strict=True)]
-    return f"{speculation.draft_acceptance_rate:.2f}, by position {' '.join(rates) or '-'}"
+    about = dim("next, a page that races both, and OpenAI's API:", colour)
+    return "\n".join(["", *figures, "", about, f"  {following}", "", *stages])
 
 
 def _stages(speculative: Completion, plain: Completion) -> list[tuple[str, str]]:

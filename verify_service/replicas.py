@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-from specwire.cli.kept import keeping, kept_service
+from specwire.cli.kept import KeptService, keeping
 from specwire.config.fields import next_address
 from specwire.config.services import VerifyConfig
 from specwire.engine.group.instance import Instance, isolated_environ
@@ -32,7 +32,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         environ, watch = (isolated_environ(), [partial(_watch, instance)]) if instance else ({}, [])
         configs = [_config_of(config, index, ray_address) for index in range(config.replicas)]
         replicas = [
-            kept_service(f"verify service {number}", ["verify_service"], each, environ)
+            KeptService(f"verify service {number}", ["verify_service"], each, environ)
             for number, each in enumerate(configs, 1)
         ]
         async with keeping(replicas, config.grace_s, *watch):

@@ -49,8 +49,13 @@ def show(settings: ClientConfig, *, colour: bool) -> str:
         parts.append(aligned([_WAY_HEAD, *_ways(status)], num_words=2, colour=colour))
     if status.why_plain:
         parts.append(f"Decoded plainly: {status.why_plain}.")
-    if draft and draft.learning:
-        parts.append(_learnt(draft))
+    if draft and (now := draft.learning):
+        parts.append(
+            f"{draft.name} learns: {now.num_steps} steps, {now.num_judged_tokens} tokens of the target "
+            f"judged; its own was the same with a probability of {now.first_agreement:.2f} at first, "
+            f"{now.agreement:.2f} now; weights replaced {now.num_versions} times, given up "
+            f"{now.num_rollbacks} times"
+        )
     if status.num_workers > 1:
         parts.append(f"Of the one worker that answered, of {status.num_workers}.")
     return "\n\n".join(parts)
@@ -68,17 +73,6 @@ def _ways(status: generation_pb2.GetStatusResponse) -> list[tuple[str, ...]]:
         )
         for way in found
     ]
-
-
-def _learnt(draft: ModelInfo) -> str:
-    """What a draft that learns has come to."""
-    now = draft.learning
-    assert now is not None
-    return (
-        f"{draft.name} learns: {now.num_steps} steps, {now.num_judged_tokens} tokens of the target judged; "
-        f"its own was the same with a probability of {now.first_agreement:.2f} at first, {now.agreement:.2f} "
-        f"now; weights replaced {now.num_versions} times, given up {now.num_rollbacks} times"
-    )
 
 
 def _lines(

@@ -52,26 +52,41 @@ class KeptService:
     def __init__(
         self,
         name: str,
-        start: Callable[[str], Service],
-        max_failures: float = math.inf,
+        command: Sequence[str],
+        config: Any,
+        environ: Mapping[str, str] | None = None,
         *,
+        aliases: Mapping[str, str] | None = None,
+        max_failures: float = math.inf,
         max_silence_s: float = math.inf,
     ) -> None:
         """Start it; it does not serve yet.
 
         Args:
             name: what logs call it.
-            start: starts a process at the address that the first one served; for the first one it is empty.
+            command: module, and words before the flags.
+            config: what all flags are set to.
+            environ: added to the environment of the process.
+            aliases: of flags that its errors are to name in another way.
             max_failures: in a row; after so many it is not started again.
             max_silence_s: without a sign of life (`run_until_signal`), after which `keep` ends it by force.
         """
-        self.name, self._start = name, start
+        self.name = name
+        self._command, self._environ = [*command, *config_words(config, aliases)], environ
         self._max_failures = max_failures
         self._num_failures = 0
         self._max_silence_s, self._silence_s = max_silence_s, 0.0
         self._address = ""
         self._serving_since_s = self._due_s = math.inf
-        self.service = self._start("")
+        self.service = self._start()
+
+    def _start(self) -> Service:
+        """A process at the address that the first one served."""
+        module, *words = self._command
+        # Files without a name, as `supervisor` passes tokens, are inherited.
+        pass_fds = [int(found[1]) for word in words if (found := _UNNAMED_FILE.fullmatch(word))]
+        there = flag_words(address=self._address) if self._address else []
+        return Service(module, [*words, *there], self._environ, pass_fds=pass_fds)
 
     def restart_if_due(self, now_s: float) -> None:
         """See what became of it, and start it again after its pause; never blocks. It has served once.
@@ -81,7 +96,7 @@ class KeptService:
         """
         if now_s >= self._due_s:
             self._due_s = math.inf
-            self.service = self._start(self._address)
+            self.service = self._start()
         elif self._due_s < math.inf:
             pass
         elif not self.service.address:
@@ -140,38 +155,6 @@ def pause_s(num_failures: int) -> float:
     return float(min(_FIRST_PAUSE_S * 2 ** min(num_failures - 1, 10), _LONGEST_PAUSE_S))
 
 
-def kept_service(
-    name: str,
-    command: Sequence[str],
-    config: Any,
-    environ: Mapping[str, str] | None = None,
-    *,
-    aliases: Mapping[str, str] | None = None,
-    max_failures: float = math.inf,
-    max_silence_s: float = math.inf,
-) -> KeptService:
-    """Start a service, and those that replace it; it does not serve yet.
-
-    Args:
-        name: what logs call it.
-        command: module, and words before the flags.
-        config: what all flags are set to.
-        environ: added to the environment of the process.
-        aliases: of flags that its errors are to name in another way.
-        max_failures, max_silence_s: see `KeptService`.
-    """
-    module, *words = command
-    words += config_words(config, aliases)
-    # Files without a name, as `supervisor` passes tokens, are inherited.
-    pass_fds = [int(found[1]) for word in words if (found := _UNNAMED_FILE.fullmatch(word))]
-
-    def start(address: str) -> Service:
-        there = flag_words(address=address) if address else []
-        return Service(module, [*words, *there], environ, pass_fds=pass_fds)
-
-    return KeptService(name, start, max_failures, max_silence_s=max_silence_s)
-
-
 @contextlib.asynccontextmanager
 async def keeping(
     replicas: Sequence[KeptService], grace_s: float, *others: Callable[[], Coroutine[Any, Any, None]]
@@ -203,7 +186,7 @@ async def keeping(
 async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig) -> AsyncIterator[str]:
     """`config.workers` processes at one port; yields its `HOST:PORT`. Metrics are at consecutive ports.
 
-    Args, errors: as of `kept_service` and `keeping`.
+    Args, errors: as of `KeptService` and `keeping`.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -216,7 +199,7 @@ async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig
             metrics = next_address("metrics_address", config.metrics_address, number)
             own = replace(config, address=address, metrics_address=metrics)
             name, environ = f"worker {number + 1} at {address}", {_WORKER: "1"}
-            made.append(kept_service(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
+            made.append(KeptService(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
         async with keeping(made, config.grace_s):
             yield address
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from specwire import parent
 from specwire.cli import generate, kept, serve
-from specwire.cli.signals import end_on_signals
+from specwire.cli.process import end_on_signals
 from specwire.cli.supervisor import Stack
 from specwire.config import extras, preflight
 from specwire.config.client import ClientConfig, HttpConfig
@@ -58,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `specwire generate ... | head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # so that the flush at exit does not fail
+        # So that the flush at exit does not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
@@ -94,7 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"specwire {_version()}")
+    try:
+        version = metadata.version("specwire")
+    except metadata.PackageNotFoundError:
+        version = "from a source tree"
+    parser.add_argument("--version", action="version", version=f"specwire {version}")
     from tools import commands as tools  # not before the command line is read: no service needs them
 
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -102,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "run the three services on this machine until Ctrl-C"
     add_command(commands, "up", about, UpConfig, _up, has_file=True)
     tools.add_demo(commands)
-    _add_health(commands)
+    about = "say whether a service is healthy; status 0 if it is"
+    health = add_command(commands, "health", about, ClientConfig, _health)
+    health.add_argument("--service", default="", metavar="NAME", help="full name (default: all it serves)")
     _add_chat(commands)
     generate.add(commands)
     tools.add_bench(commands)
@@ -120,19 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     for name in _SERVICES:
         commands.add_parser(name, help=f"run one {name} service", add_help=False)
     return parser
-
-
-def _version() -> str:
-    try:
-        return metadata.version("specwire")
-    except metadata.PackageNotFoundError:
-        return "from a source tree"
-
-
-def _add_health(commands: Any) -> None:
-    about = "say whether a service is healthy; status 0 if it is"
-    health = add_command(commands, "health", about, ClientConfig, _health)
-    health.add_argument("--service", default="", metavar="NAME", help="full name (default: all it serves)")
 
 
 def _add_chat(commands: Any) -> None:

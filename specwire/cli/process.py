@@ -8,6 +8,7 @@ import math
 import os
 import select
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -77,7 +78,9 @@ class Service:
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
         if not line:
-            raise ConfigError(self._why_not_serving())
+            status = self.process.wait()
+            self._forwarder.join(1.0)
+            raise ConfigError(self._error or f"{self.module} ended with status {status} instead of serving")
         if line.startswith(READY):
             self.address = line.removeprefix(READY).split()[0]
         return bool(self.address)
@@ -104,13 +107,9 @@ class Service:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             log.warning("%s has not ended in time: ended by force", self.module)
-            self._show_stacks()
+            self.process.send_signal(stacks.SIGNAL)
+            self.wait(_STACKS_S)
             return self.kill()
-
-    def _show_stacks(self) -> None:
-        self.process.send_signal(stacks.SIGNAL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_STACKS_S)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until it ends, or for as long as the timeout."""
@@ -123,11 +122,6 @@ class Service:
             self.process.kill()
         return self.process.wait()
 
-    def _why_not_serving(self) -> str:
-        status = self.process.wait()
-        self._forwarder.join(1.0)
-        return self._error or f"{self.module} ended with status {status} instead of serving"
-
     def _forward_errors(self) -> None:
         """Forward standard error, except for the error that ends a service that did not start: it is raised
         here instead."""
@@ -138,6 +132,17 @@ class Service:
                 self._error = error
             else:
                 logs.forward(line, self.module)
+
+
+def end_on_signals(terminated: int = 128 + signal.SIGTERM) -> None:
+    """Handle SIGINT explicitly too, as shells start background commands with it ignored.
+
+    Args:
+        terminated: the exit status after SIGTERM.
+    """
+    stacks.show_on_signal()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(terminated))
 
 
 def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None:

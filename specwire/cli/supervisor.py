@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import IO, Any, NoReturn, Self
 
-from specwire.cli.kept import KeptService, kept_service, pause_s
+from specwire.cli.kept import KeptService, pause_s
 from specwire.cli.process import STOP_MARGIN_S, Service, wait_ready
 from specwire.config import preflight
 from specwire.config.flags import env_name, read_config
@@ -103,7 +103,9 @@ class Stack:
     def _start(self, config: StackConfig) -> None:
         began_s, environ = time.monotonic(), {**os.environ, **(self._environ or {})}
         self._files = _internal_tokens(config)
-        required, shown = ({name: file.path for name, file in each.items()} for each in self._files)
+        required, shown = (
+            {name: f"/dev/fd/{file.fileno()}" for name, file in each.items()} for each in self._files
+        )
         # All that a variable may say wrong is known before anything starts.
         verifies = [config.verify(number, environ, **required) for number in range(config.replicas)]
         draft = config.draft_service(environ, **required)
@@ -118,7 +120,12 @@ class Stack:
         wait_ready(self.services, config.start_timeout_s)
         restart_s = _RESTART_MARGIN * (time.monotonic() - began_s)
         addresses = ",".join(each.address for each in self.verifies)
-        draft_address = self._draft_address(config, environ)
+        draft_address = self.draft.address if self.draft else ""
+        if draft_address and config.draft_rtt_ms:  # the coordinator finds it behind an emulated link
+            given = argparse.Namespace(to=draft_address, rtt_ms=config.draft_rtt_ms)
+            proxy = read_config(ProxyConfig, given, environ)
+            link = self._add("the link to the draft", ["specwire.cli", "proxy"], proxy)
+            draft_address = link.service.ready(config.start_timeout_s)
         coordinator = replace(coordinator, verify_address=addresses, draft_address=draft_address)
         if env_name("failover_timeout_s") not in environ:
             # Generations wait for a verify service that is restarted.
@@ -132,21 +139,12 @@ class Stack:
             self._http.service.ready(config.start_timeout_s)
         log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
 
-    def _draft_address(self, config: StackConfig, environ: Mapping[str, str]) -> str:
-        """Where the draft is for the coordinator: behind a link that is started here, if one is emulated."""
-        if self.draft is None or not config.draft_rtt_ms:
-            return self.draft.address if self.draft else ""
-        given = argparse.Namespace(to=self.draft.address, rtt_ms=config.draft_rtt_ms)
-        proxy = read_config(ProxyConfig, given, environ)
-        link = self._add("the link to the draft", ["specwire.cli", "proxy"], proxy)
-        return link.service.ready(config.start_timeout_s)
-
     def _add(
         self, name: str, command: Sequence[str], config: Any, aliases: Mapping[str, str] | None = None
     ) -> KeptService:
-        """Start a service. Arguments as of `kept_service`."""
+        """Start a service. Arguments as of `KeptService`."""
         with _uninterrupted():
-            kept = kept_service(
+            kept = KeptService(
                 name, command, config, self._environ, aliases=aliases, max_failures=_MAX_FAILURES
             )
             self._kept.append(kept)
@@ -212,7 +210,9 @@ def _example(config: StackConfig, stack: Stack) -> str:
     """A command line that tries what serves; a secret is named, and not shown."""
     if stack.http is None:
         return generate_line(config, stack.address)
-    body = json.dumps({"model": _model_name(config), "prompt": "def f(x):", "max_tokens": 32})
+    model = config.front(os.environ).model_name
+    model = model or (Path(config.target).name if Path(config.target).exists() else config.target)
+    body = json.dumps({"model": model, "prompt": "def f(x):", "max_tokens": 32})
     token = ' -H "Authorization: Bearer $API_KEY"' if config.requires_tokens else ""
     url = f"http://{stack.http.address}/v1/completions"
     return f"curl {url} -H 'Content-Type: application/json'{token} -d '{body}'"
@@ -228,38 +228,25 @@ def generate_line(config: StackConfig, address: str) -> str:
     return line
 
 
-def _model_name(config: StackConfig) -> str:
-    """What the front calls its model."""
-    given = config.front(os.environ).model_name
-    return given or (Path(config.target).name if Path(config.target).exists() else config.target)
-
-
-class _UnnamedFile:
+def _unnamed_file(text: str) -> IO[bytes]:
     """A file without a name: only processes that inherit its descriptor can open it, and it is deleted with
-    the last of them.
-
-    Attributes:
-        path: for a process with the descriptor.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this
-        self._file.write(text.encode())
-        self._file.flush()
-        self.fd = self._file.fileno()
-        self.path = f"/dev/fd/{self.fd}"
+    the last of them."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the stack
+    file.write(text.encode())
+    file.flush()
+    return file
 
 
-def _internal_tokens(config: StackConfig) -> tuple[dict[str, _UnnamedFile], dict[str, _UnnamedFile]]:
+def _internal_tokens(config: StackConfig) -> tuple[dict[str, IO[bytes]], dict[str, IO[bytes]]]:
     """Flags of the model services and of the coordinator: where clients need a token, the model services
     require one as well, which only the coordinator has."""
     if not config.requires_tokens:
         return {}, {}
     token, line = make_token("coordinator")
-    files = {"peer_token_file": _UnnamedFile(token)}
+    files = {"peer_token_file": _unnamed_file(token)}
     if isinstance(config, ServeConfig) and config.api_key:
-        files["tokens"] = _UnnamedFile(token_line("api-key", config.api_key))
-    return {"tokens": _UnnamedFile(line)}, files
+        files["tokens"] = _unnamed_file(token_line("api-key", config.api_key))
+    return {"tokens": _unnamed_file(line)}, files
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from specwire.client.resume import as_addresses
 from specwire.config.fields import split_addresses
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError
@@ -20,12 +19,14 @@ _PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses of coordinators.
+    """The addresses of coordinators, given as `a:1,b:2` or as a sequence.
 
     Raises:
         InvalidRequestError: there is none, or one is not HOST:PORT.
     """
-    found = as_addresses(given) if isinstance(given, Sequence) else (given,)
+    if isinstance(given, str):
+        given = [part.strip() for part in given.split(",")]
+    found = tuple(given) if isinstance(given, Sequence) else (given,)
     if not found:
         raise InvalidRequestError("address", "empty", "at least one HOST:PORT is required")
     for each in found:

@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -21,7 +21,7 @@ from specwire.client import arguments
 from specwire.client.arguments import Messages, Prompt
 from specwire.client.endpoints import Endpoint, Endpoints
 from specwire.client.resume import RetryPolicy
-from specwire.client.spans import GenerationSpan, call_metadata
+from specwire.client.spans import GenerationSpan
 from specwire.client.streaming import AsyncStream, Stream
 from specwire.completion import Completion
 from specwire.config.security.tls import TLS, Credentials
@@ -154,7 +154,8 @@ class AsyncClient:
         span = GenerationSpan(
             tracer, request, address, arguments.parent(traceparent), arguments.request_id(request_id)
         )
-        metadata = [*call_metadata(tracer, span.context, request_id), *authorization]
+        metadata = [*tracer.propagators.headers(span.context), *authorization]
+        metadata += [("x-request-id", request_id)] if request_id else []
         stream = AsyncStream(self._endpoints, request, self._retry, deadline_s, metadata, span)
         self._streams.add(stream)
         try:
@@ -311,20 +312,14 @@ class Client:
         allow_plaintext: bool = False,
         tracer: Tracing | None = None,
     ) -> None:
-        arguments.addresses(address)
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         self._calling = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
         self._thread.start()
-        options: dict[str, Any] = {
-            "retry": retry,
-            "tls": tls,
-            "token": token,
-            "allow_plaintext": allow_plaintext,
-        }
-        options |= {"timeout_s": timeout_s, "tracer": tracer}
+        options = {"timeout_s": timeout_s, "retry": retry, "tls": tls, "token": token, "tracer": tracer}
+        options["allow_plaintext"] = allow_plaintext
         try:
             self._client: AsyncClient = self._run(_call(AsyncClient, address, **options))
         except BaseException:
@@ -360,7 +355,8 @@ class Client:
         late = asyncio.all_tasks(self._loop)
         for task in late:
             task.cancel()
-        self._loop.run_until_complete(asyncio.wait_for(_all_ended(late), timeout=1.0))
+        if late:
+            self._loop.run_until_complete(asyncio.wait_for(asyncio.wait(late), timeout=1.0))
 
     @contextlib.contextmanager
     def stream(
@@ -433,11 +429,6 @@ class Client:
         except BaseException:
             future.cancel()
             raise
-
-
-async def _all_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:

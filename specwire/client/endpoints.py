@@ -54,29 +54,24 @@ class Endpoint:
             self._connect()
 
     def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
-        """The error of a failed call; `NotServedError` where another address may serve it."""
-        ours = self._explain(error)
+        """The error of a failed call, in terms of the caller: which server, which argument.
+
+        It is a `NotServedError` where another address may serve the call.
+        """
+        ours = statuses.from_rpc_error(error)
+        text = str(ours)
+        if isinstance(ours, ServiceUnavailableError):
+            why = explain(text, self.address, CLIENT)
+            ours = ServiceUnavailableError(why) if why else ours
+        elif isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
+            sizes = text.partition("(")[2].partition(")")[0]
+            return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
         if not may_serve_elsewhere(ours):
             return ours
         is_lost = isinstance(ours, RequestCancelledError | StreamIdleError) or not statuses.was_reported(
             error
         )
         return NotServedError(ours, may_recover=is_lost and not isinstance(ours, ResourceExhaustedError))
-
-    def _explain(self, error: grpc.RpcError) -> SpecwireError:
-        """The error in terms of the caller: which server, which argument."""
-        ours = statuses.from_rpc_error(error)
-        text = str(ours)
-        if isinstance(ours, ServiceUnavailableError) and (why := explain(text, self.address, CLIENT)):
-            return ServiceUnavailableError(why)
-        if isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
-            sizes = text.partition("(")[2].partition(")")[0]
-            return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
-        return ours
-
-    def absent(self, why: str) -> ServiceUnavailableError:
-        """The error of an address that nothing serves."""
-        return ServiceUnavailableError(f"nothing serves at {self.address} ({why})")
 
     async def close(self) -> None:
         """Close the channels and cancel their calls."""

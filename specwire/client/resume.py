@@ -218,8 +218,3 @@ def _restored(held: Token, token: Token) -> Token:
     if held.token_id != token.token_id:
         raise InternalError(f"token {held.token_id} was held back, and token {token.token_id} came of it")
     return replace(held, text=token.text)
-
-
-def as_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
-    """`a:1,b:2`, or a sequence, to the addresses themselves; nothing is checked."""
-    return tuple(part.strip() for part in address.split(",")) if isinstance(address, str) else tuple(address)

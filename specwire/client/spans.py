@@ -29,13 +29,20 @@ class GenerationSpan:
         parent: TraceContext,
         request_id: str,
     ) -> None:
-        operation = _operation(request)
-        self._span = tracer.span(
-            operation,
-            kind=SpanKind.CLIENT,
-            parent=parent,
-            attributes=_attributes(operation, address, request_id) if tracer.enabled else None,
-        )
+        is_chat = request.WhichOneof("prompt") == "messages"
+        operation = semantics.OPERATION_CHAT if is_chat else semantics.OPERATION_TEXT_COMPLETION
+        attributes: Attributes | None = None
+        if tracer.enabled:
+            attributes = {
+                semantics.GEN_AI_OPERATION_NAME: operation,
+                semantics.GEN_AI_PROVIDER_NAME: semantics.PROVIDER,
+                semantics.GEN_AI_REQUEST_STREAM: True,
+                semantics.RPC_SYSTEM_NAME: semantics.GRPC,
+                semantics.RPC_METHOD: _METHOD,
+                semantics.REQUEST_ID: request_id or None,
+                **semantics.server(address),
+            }
+        self._span = tracer.span(operation, kind=SpanKind.CLIENT, parent=parent, attributes=attributes)
         self.context = self._span.context
         self._began_s = time.monotonic()
         self._first_chunk_s: float | None = None
@@ -79,25 +86,3 @@ class GenerationSpan:
             }
         )
         self._span.end()
-
-
-def call_metadata(tracer: Tracing, context: TraceContext, request_id: str) -> list[tuple[str, str]]:
-    """What a call says about the trace and the request that it belongs to."""
-    return tracer.propagators.headers(context) + ([("x-request-id", request_id)] if request_id else [])
-
-
-def _operation(request: generation_pb2.GenerateRequest) -> str:
-    chat = request.WhichOneof("prompt") == "messages"
-    return semantics.OPERATION_CHAT if chat else semantics.OPERATION_TEXT_COMPLETION
-
-
-def _attributes(operation: str, address: str, request_id: str) -> Attributes:
-    return {
-        semantics.GEN_AI_OPERATION_NAME: operation,
-        semantics.GEN_AI_PROVIDER_NAME: semantics.PROVIDER,
-        semantics.GEN_AI_REQUEST_STREAM: True,
-        semantics.RPC_SYSTEM_NAME: semantics.GRPC,
-        semantics.RPC_METHOD: _METHOD,
-        semantics.REQUEST_ID: request_id or None,
-        **semantics.server(address),
-    }

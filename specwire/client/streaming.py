@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -65,8 +64,8 @@ class Part:
                     await self._call.wait_for_connection()
         except TimeoutError:  # ours, or the call's, whose deadline is no earlier
             self.cancel()
-            absent = self._endpoint.absent("no connection in time")
-            raise NotServedError(absent, may_recover=True) from None
+            why = f"nothing serves at {self._endpoint.address} (no connection in time)"
+            raise NotServedError(ServiceUnavailableError(why), may_recover=True) from None
 
     async def read(self) -> generation_pb2.GenerateResponse:
         """The next message; the tokens of the one before count as consumed.
@@ -97,7 +96,8 @@ class Part:
             raise problem from None
         except asyncio.CancelledError:
             # Either the caller's own task is cancelled, or the stream, by `cancel` or `close`.
-            if not self._call.cancelled() or _task_is_cancelled():
+            task = asyncio.current_task()
+            if not self._call.cancelled() or (task is not None and task.cancelling()):
                 raise
             raise RequestCancelledError("the generation was cancelled") from None
 
@@ -117,15 +117,6 @@ class Part:
         self._call.cancel()
 
 
-class _Need(enum.Enum):
-    """What a generation whose coordinator fails it needs from another one."""
-
-    START = enum.auto()
-    """It never ran: each other address is asked once."""
-    RESUME = enum.auto()
-    """It ran, which is worth waiting for a coordinator that resumes it."""
-
-
 class AsyncStream:
     """A running generation: iterate over its chunks; leaving its `async with` cancels what is left.
 
@@ -135,6 +126,9 @@ class AsyncStream:
     When its coordinator is lost, another one serves the next chunk, as the client's `RetryPolicy` says. A
     pause longer than the coordinator's `--idle-timeout-s` ends the stream there; reading the next chunk then
     resumes it, at the same coordinator if that still serves.
+
+    Attributes:
+        num_resumes: how often it was resumed so far, at another coordinator or the same one.
     """
 
     def __init__(
@@ -152,7 +146,7 @@ class AsyncStream:
         self._ends_s = asyncio.get_running_loop().time() + timeout_s
         self._metadata = metadata
         self._progress = ReceivedTokens(request)
-        self._num_resumes = 0
+        self.num_resumes = 0
         self._num_futile = 0  # losses in a row without a further token
         self._num_tokens_before = 0
         self._cancelled = asyncio.Event()
@@ -174,11 +168,6 @@ class AsyncStream:
     def tokens(self) -> list[Token]:
         """Tokens received so far."""
         return list(self._progress.tokens)
-
-    @property
-    def num_resumes(self) -> int:
-        """How often the generation was resumed so far, at another coordinator or the same one."""
-        return self._num_resumes
 
     def __aiter__(self) -> Self:
         return self
@@ -203,9 +192,12 @@ class AsyncStream:
 
     async def _next_chunk(self) -> Chunk | None:
         while self._completion is None:
-            response = await self._read()
+            try:
+                response = await self._part.read()
+            except NotServedError as refusal:
+                response = await self._read_elsewhere(refusal)
             if response.WhichOneof("event") == "completion":
-                tokens, num_resumes = self._progress.tokens, self._num_resumes
+                tokens, num_resumes = self._progress.tokens, self.num_resumes
                 done = completion_from_proto(response.completion, tokens, num_resumes)
                 self._completion = replace(done, prompt=tuple(self._progress.prompt))
                 self._span.completed(self._completion)
@@ -215,37 +207,37 @@ class AsyncStream:
                 return chunk
         return None
 
-    async def _read(self) -> generation_pb2.GenerateResponse:
-        try:
-            return await self._part.read()
-        except NotServedError as refusal:
-            return await self._read_elsewhere(refusal)
-
     async def _read_elsewhere(self, refusal: NotServedError) -> generation_pb2.GenerateResponse:
         """The next message, from the coordinator that takes over.
 
         Raises:
             SpecwireError: none takes over, or the generation may not be resumed.
         """
-        need, search = self._start_search(refusal)
+        has_run, search = self._start_search(refusal)
         while (turn := search.next(self._now_s)) is not None:
             index, pause_s = turn
             await self._pause(pause_s)
             self._span.moved(self._endpoints[index].address, search.error)
             try:
-                response = await self._try(index, search.until_s if need is _Need.RESUME else self._ends_s)
+                self._open(index)
+                until_s = search.until_s if has_run else self._ends_s
+                await self._part.connect(max(0.0, until_s - self._now_s))
+                response = await self._part.read()
             except NotServedError as another:
-                if need is _Need.START and self._part.has_begun(another):
-                    need, search = self._start_search(another)
+                if not has_run and self._part.has_begun(another):
+                    has_run, search = self._start_search(another)
                 else:
                     search.refused(index, another)
             else:
-                self._num_resumes += need is _Need.RESUME
+                self._endpoints.preferred = index
+                self.num_resumes += has_run
                 return response
-        raise (self._progress.lost(search.error) if need is _Need.RESUME else search.error) from None
+        raise (self._progress.lost(search.error) if has_run else search.error) from None
 
-    def _start_search(self, refusal: NotServedError) -> tuple[_Need, Search]:
-        """What the generation needs after this failure, and where to look for it.
+    def _start_search(self, refusal: NotServedError) -> tuple[bool, Search]:
+        """Whether the generation has run, and where to look for a coordinator.
+
+        For one that never ran each other address is asked once; one that ran is worth waiting for.
 
         Raises:
             GenerationLostError, GenerationIdleError: it ran, and may not be resumed.
@@ -254,7 +246,7 @@ class AsyncStream:
         if not self._part.has_begun(refusal):
             was_there = refusal.may_recover and self._endpoints[self._index].was_reached
             may_come = refusal.is_draining or was_there
-            return _Need.START, self._search(refusal, until_s if may_come else -math.inf)
+            return False, self._search(refusal, until_s if may_come else -math.inf)
         was_idle = isinstance(refusal.error, StreamIdleError)
         if len(self._progress.tokens) > self._num_tokens_before:
             self._num_futile, self._num_tokens_before = 0, len(self._progress.tokens)
@@ -262,7 +254,7 @@ class AsyncStream:
         if not (self._retry.resume and may_resume):
             raise self._progress.lost(refusal.error) from None
         self._num_futile += not was_idle
-        return _Need.RESUME, self._search(refusal, until_s)
+        return True, self._search(refusal, until_s)
 
     def _search(self, refusal: NotServedError, until_s: float) -> Search:
         return Search(
@@ -274,25 +266,14 @@ class AsyncStream:
             full_until_s=self._ends_s if self._retry.wait_when_full else until_s,
         )
 
-    async def _try(self, index: int, until_s: float) -> generation_pb2.GenerateResponse:
-        self._open(index)
-        await self._part.connect(max(0.0, until_s - self._now_s))
-        response = await self._part.read()
-        self._endpoints.preferred = index
-        return response
-
     def _open(self, index: int) -> None:
         self._index = index
-        request = self._progress.request()
-        self._part = Part(self._endpoints[index], request, self._left_s, self._metadata)
+        left_s = max(0.0, self._ends_s - self._now_s)
+        self._part = Part(self._endpoints[index], self._progress.request(), left_s, self._metadata)
 
     @property
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-    @property
-    def _left_s(self) -> float:
-        return max(0.0, self._ends_s - self._now_s)
 
     async def _pause(self, pause_s: float) -> None:
         """Wait before the next attempt.
@@ -348,8 +329,3 @@ class Stream:
 
     async def _cancel(self) -> None:
         self._stream.cancel()
-
-
-def _task_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -2,17 +2,16 @@
 
 A process of its own, which uses the coordinator through the public SDK. Needs `specwire[http]`.
 
-    origins.py   checks of Host and Origin
-    reading.py   request bodies within limits; scan.py: limits of their structure
+    origins.py   checks of Host and Origin, CORS
     bodies/      request bodies                   JSON → nouns
-    headers.py   ids, warnings and CORS of all responses
-    entry.py     the caller, the model and the body of a request
-    tokens.py    /tokenize, /detokenize           metrics.py: /metrics
-    choices.py   the generations of one request   n at once, as fast as the client reads
+    headers.py   ids and warnings of all responses
+    entry.py     the caller, the model and the body of a request, within limits; scan.py: of its structure
+    metrics.py   of the front, and /metrics
     answers.py   response bodies                  nouns → JSON, in the forms of both APIs
     responses.py the same in the form of /v1/responses
     openapi.py   what is served, as a document    docs.py: as a page
-    exchange.py  one request on the wire          JSON or SSE, cancelled when the client disconnects
+    exchange.py  one request on the wire          n generations at once, as fast as the client reads, JSON or
+                                                  SSE; cancelled when the client disconnects
     model.py     the model and its tokenizer; answer_cache.py: cached answers of the coordinator
     app.py       routes                           server.py: the process; connections.py: limits
 """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
-from specwire.completion import Chunk, Completion, Timing, Token
-from specwire.http import logprobs
+from specwire.completion import Chunk, Completion, Token
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Body
 from specwire.http.model import Spell
@@ -20,6 +20,8 @@ _RECORD = (
     *("seed", "rule", "reproducible", "why_not_reproducible", "stop_reason"),
     *("speculation", "timing"),
 )
+_LEAST_LOGPROB = -9999.0
+"""Stands for impossible: JSON has no infinity."""
 
 
 class Answer(ABC):
@@ -68,9 +70,9 @@ class Answer(ABC):
         choice = self._part("") | {"index": index, "finish_reason": completion.finish_reason.value}
         return self._piece([choice | {"logprobs": None}])
 
-    def usage(self, completions: Sequence[Completion]) -> Json:
+    def usage(self, completions: Sequence[Completion]) -> Json | None:
         """The last chunk of a stream with usage, with the record of every choice."""
-        return self._piece([]) | self._counts(completions)
+        return self._piece([]) | self._counts(completions) if self._body.includes_usage else None
 
     def _piece(self, choices: list[Json]) -> Json:
         piece = self._head | {"object": self.chunk_name, "model": self._model, "choices": choices}
@@ -143,7 +145,17 @@ class CompletionAnswer(Answer):
         return {"text": self._body.echoed(index) + text}
 
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:
-        return logprobs.of_completion(tokens, spell, start)
+        """Four lists over the tokens; the first token of a prompt has no log probability."""
+        lengths = [len(token.text) for token in tokens]
+        found = [(token, None if token.logprob is None else _value(token.logprob)) for token in tokens]
+        return {
+            "tokens": [spell(token.token_id) for token in tokens],
+            "token_logprobs": [logprob for _, logprob in found],
+            "top_logprobs": [
+                None if logprob is None else _alternatives(token, logprob, spell) for token, logprob in found
+            ],
+            "text_offset": [*accumulate(lengths, initial=start)][:-1],
+        }
 
 
 class ChatAnswer(Answer):
@@ -168,18 +180,42 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:
-        return logprobs.of_chat(tokens, spell)
+        """One entry for each token, with the requested number of alternatives."""
+        content = []
+        for token in tokens:
+            top = [_entry(spell(token_id), logprob) for token_id, logprob in token.top_logprobs]
+            content.append(_entry(spell(token.token_id), token.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+
+def _alternatives(token: Token, logprob: float, spell: Spell) -> dict[str, float]:
+    """By text, where the likelier of two tokens with the same text wins; includes the emitted token."""
+    found: dict[str, float] = {}
+    for token_id, each in (*token.top_logprobs, (token.token_id, logprob)):
+        found.setdefault(spell(token_id), _value(each))
+    return found
+
+
+def _entry(text: str, logprob: float | None) -> Json:
+    """`bytes` is null if the token is only a part of a character."""
+    data = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _value(logprob), "bytes": data}
+
+
+def _value(logprob: float | None) -> float:
+    return _LEAST_LOGPROB if logprob is None else max(_LEAST_LOGPROB, logprob)
 
 
 def fates(chunk: Chunk) -> Json:
     """The extension of a streamed choice: the fate of each token, the round's tree, and progress so far."""
+    timing = asdict(chunk.timing) if chunk.timing else None
     return {
         "first_index": chunk.first_index,
         "tokens": [_token(token) for token in chunk.tokens],
         "rejected": [_token(token) for token in chunk.rejected],
         "tree": asdict(chunk.tree) if chunk.tree else None,
         "speculation": chunk.speculation.to_dict() if chunk.speculation else None,
-        "timing": _rounded(chunk.timing) if chunk.timing else None,
+        "timing": timing and {name: round(value, 3) for name, value in timing.items()},
     }
 
 
@@ -187,13 +223,9 @@ def _token(token: Token) -> Json:
     return {"id": token.token_id, "text": token.text, "fate": token.fate.value, "source": token.source}
 
 
-def _rounded(timing: Timing) -> Json:
-    return {name: round(value, 3) for name, value in asdict(timing).items()}
-
-
 def record(completion: Completion) -> Json:
     """The extension of a response: the record of one choice."""
-    whole: Mapping[str, Any] = completion.to_dict()
+    whole = completion.to_dict()
     score = {"score": completion.hypotheses[0].score} if completion.hypotheses else {}
     return {name: whole[name] for name in _RECORD} | score
 

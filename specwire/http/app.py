@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -16,29 +19,31 @@ from starlette.types import ASGIApp
 
 from specwire import AsyncClient, __version__
 from specwire.config.client import HttpConfig
-from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError
-from specwire.http import docs, openapi, page, spans
-from specwire.http.access import NO_RESPONSE, mark_refused
+from specwire.core import ModelInfo, check_token_ids
+from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError, UnsupportedError
+from specwire.http import docs, openapi, page
+from specwire.http.access import NO_RESPONSE
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import CompletionAnswer
+from specwire.http.bodies.calling import Calling
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
-from specwire.http.choices import Choice
-from specwire.http.entry import Entry, caller_of, check_model
+from specwire.http.entry import Entry, Kind, caller_of, check_model
 from specwire.http.errors import ApiError
-from specwire.http.exchange import Answered, Exchange, refusal
-from specwire.http.headers import Guarded, Labelled
-from specwire.http.metrics import MetricsProxy, RequestCounts
+from specwire.http.exchange import Answered, Choice, Exchange, refusal, refused
+from specwire.http.headers import Labelled
+from specwire.http.metrics import RequestCounts, passed_on
 from specwire.http.model import Models, ServedModel, Spell
 from specwire.http.openapi import Operation
+from specwire.http.origins import Origins
 from specwire.http.responses import ResponsesAnswer
 from specwire.http.spans import Traced
-from specwire.http.tokens import TokenEndpoints
-from specwire.http.tools.answer import chat_answer
+from specwire.http.tools.calls import chat_answer
 from specwire.telemetry.tracing import Tracing
+from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
 
 _STATUS_TIMEOUT_S = 2.0
@@ -60,48 +65,46 @@ class Front:
         self._config = config
         self._models = Models(client, config)
         self._entry = Entry(self._models, config)
-        self._tokens = TokenEndpoints(self._entry, self._models)
-        self._metrics = MetricsProxy(self._entry, config)
-        self._statuses = AnswerCache(self._ask_status)
+        self._thread = ThreadPoolExecutor(1, "http-tokens")  # a long text takes a second
+        self._statuses: AnswerCache[str, generation_pb2.GetStatusResponse] = AnswerCache(
+            lambda token: client.get_status(timeout_s=_STATUS_TIMEOUT_S, token=token)
+        )
 
     def app(self) -> ASGIApp:
         """The ASGI application. Ids are outermost, as Starlette handles defects outside of its middleware."""
-        routes = self._routes()
-        traced = Traced(Guarded(routes, self._config), self._tracer, routes.routes)
+        routes = Starlette(
+            routes=[Route(each.path, each.handler, methods=[each.method]) for each in self._operations()],
+            exception_handlers={
+                ApiError: _refuse,
+                SpecwireError: _refuse,
+                HTTPException: _refuse_route,
+                ClientDisconnect: _leave_unanswered,
+                Exception: _refuse,
+            },
+        )
+        traced = Traced(Origins(routes, self._config), self._tracer, routes.routes)
         paths = {each.handler: each.path for each in self._operations()}
         return Labelled(traced, self.counts, paths, is_lenient=self._config.lenient)
 
     def _operations(self) -> list[Operation]:
         """All that is served, in the order of the documentation."""
-        tokens, get, post = self._tokens, "GET", "POST"
+        get, post = "GET", "POST"
         return [
             Operation(post, "/v1/completions", self.completions, CompletionBody, openapi.COMPLETION),
             Operation(post, "/v1/chat/completions", self.chat_completions, ChatBody, openapi.COMPLETION),
             Operation(post, "/v1/responses", self.responses, ResponsesBody, openapi.RESPONSE),
             Operation(get, "/v1/models", self.list_models, answer=openapi.MODELS),
             Operation(get, "/v1/models/{name:path}", self.get_model, answer=openapi.MODEL),
-            Operation(post, "/tokenize", tokens.tokenize, TokenizeBody, openapi.TOKENS),
-            Operation(post, "/detokenize", tokens.detokenize, DetokenizeBody, openapi.TEXT),
+            Operation(post, "/tokenize", self.tokenize, TokenizeBody, openapi.TOKENS),
+            Operation(post, "/detokenize", self.detokenize, DetokenizeBody, openapi.TEXT),
             Operation(get, "/health", self.health, answer=openapi.HEALTH, is_open=True),
             Operation(get, "/ways", self.ways, answer=openapi.WAYS),
             Operation(get, "/version", self.version, answer=openapi.VERSION),
-            Operation(get, "/metrics", self._metrics.metrics, content="text/plain"),
+            Operation(get, "/metrics", self.metrics, content="text/plain"),
             Operation(get, "/openapi.json", self.openapi, answer=openapi.DOCUMENT),
             Operation(get, "/docs", self.docs, content="text/html"),
             Operation(get, "/", self.page, content="text/html", is_open=True),
         ]
-
-    def _routes(self) -> Starlette:
-        return Starlette(
-            routes=[Route(each.path, each.handler, methods=[each.method]) for each in self._operations()],
-            exception_handlers={
-                ApiError: _refuse,
-                SpecwireError: _refuse,
-                HTTPException: _refuse_route,
-                ClientDisconnect: _leave,
-                Exception: _refuse,
-            },
-        )
 
     async def page(self, request: Request) -> Response:
         """The demo page."""
@@ -119,15 +122,22 @@ class Front:
 
     async def ways(self, request: Request) -> Response:
         """Ways to draft that are chosen among for requests that leave it open."""
-        return JSONResponse(_ways(await self._statuses.get(caller_of(request).token)))
-
-    async def _ask_status(self, token: str) -> generation_pb2.GetStatusResponse:
-        return await self._client.get_status(timeout_s=_STATUS_TIMEOUT_S, token=token)
+        status = await self._statuses.get(caller_of(request).token)
+        found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)  # the most promising first
+        names = [field.name for field in generation_pb2.WayStatus.DESCRIPTOR.fields]
+        ways = [{name: getattr(way, name) for name in names} for way in found]
+        answer = {"why_plain": status.why_plain, "num_workers": status.num_workers, "ways": ways}
+        return JSONResponse(answer)
 
     async def version(self, request: Request) -> Response:
         """That of this package; a caller needs a token where the coordinator requires one."""
         await self._entry.model(request)
         return JSONResponse({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """The coordinator's metrics."""
+        await self._entry.model(request)  # a caller needs the same token as for a generation
+        return await passed_on(self._config.metrics_from, request.headers.get("accept", "*/*"))
 
     async def openapi(self, request: Request) -> Response:
         """This API as an OpenAPI document."""
@@ -164,6 +174,26 @@ class Front:
         """Continue a conversation, in the newer API."""
         return await self._generate(request, ResponsesBody, ResponsesAnswer)
 
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation."""
+        return await self._spelled(request, TokenizeBody, _tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return await self._spelled(request, DetokenizeBody, _detokenized)
+
+    async def _spelled(
+        self, request: Request, kind: type[Kind], work: Callable[[Tokenizer, Kind, ModelInfo], bytes]
+    ) -> Response:
+        model = await self._entry.model(request)
+        body = await self._entry.body(request, kind, model)
+        tokenizer = await self._models.tokenizer(model)
+        if tokenizer is None:
+            raise UnsupportedError("model", model.name, "has no tokenizer")
+        loop = asyncio.get_running_loop()
+        data = await loop.run_in_executor(self._thread, work, tokenizer, body, model.info)
+        return Response(data, media_type="application/json")
+
     async def _generate(
         self,
         request: Request,
@@ -173,23 +203,39 @@ class Front:
         """Checks the token before it reads the body."""
         model = await self._entry.model(request)
         body = await self._entry.body(request, kind, model)
-        body.prepare(model.info.chat_template, self._config.tool_call_parser)
+        if isinstance(body, Calling):
+            body.prepare(model.info.chat_template, self._config.tool_call_parser)
         spell = await self._models.speller(model) if body.num_logprobs is not None else None
         answer = answer_kind(body, body.model, spell)
         adapter = "" if body.model == model.name else body.model
-        return Exchange(self._client, _choices(body, adapter), caller_of(request), answer, body)
+        params = dataclasses.replace(body.params(), adapter=adapter)
+        # The choices of each prompt in turn; the seed of choice i is the given one plus i.
+        seeds = [None if params.seed is None else params.seed + i for i in range(body.num_runs)]
+        each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
+        choices = [Choice(prompt, params) for prompt in body.prompts for params in each]
+        return Exchange(self._client, choices, caller_of(request), answer, body)
 
 
-def _choices(wanted: Sampled, adapter: str) -> list[Choice]:
-    """The choices of each prompt in turn; the seed of choice i is the given one plus i.
+def _tokenized(tokenizer: Tokenizer, body: TokenizeBody, info: ModelInfo) -> bytes:
+    """As vLLM answers, and so below."""
+    if body.messages is not None:
+        [conversation] = body.prompts
+        token_ids = tokenizer.apply_chat_template(
+            conversation["messages"],
+            template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+    else:
+        special = body.add_special_tokens is not False
+        token_ids = tokenizer.encode(body.prompt or "", add_special_tokens=special)
+    names = tokenizer.names(token_ids) if body.return_token_strs else None
+    answer = {"count": len(token_ids), "max_model_len": info.context_len, "tokens": token_ids}
+    return json.dumps(answer | {"token_strs": names}).encode()
 
-    Args:
-        adapter: of the model; empty for none.
-    """
-    params = dataclasses.replace(wanted.params(), adapter=adapter)
-    seeds = [None if params.seed is None else params.seed + i for i in range(wanted.num_runs)]
-    each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
-    return [Choice(prompt, params) for prompt in wanted.prompts for params in each]
+
+def _detokenized(tokenizer: Tokenizer, body: DetokenizeBody, info: ModelInfo) -> bytes:
+    check_token_ids("tokens", body.tokens, info.vocab_size)
+    return json.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}).encode()
 
 
 def _model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
@@ -212,20 +258,8 @@ def _model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
     }
 
 
-def _ways(status: generation_pb2.GetStatusResponse) -> dict[str, Any]:
-    """The most promising first."""
-    found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)
-    return {
-        "why_plain": status.why_plain,
-        "num_workers": status.num_workers,
-        "ways": [{field.name: getattr(way, field.name) for field in way.DESCRIPTOR.fields} for way in found],
-    }
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
-    spans.mark(request.scope["specwire.span"], error)
-    mark_refused(request.scope, error)
-    return refusal(error)
+    return refused(request.scope, error)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
@@ -235,6 +269,5 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     return refusal(ApiError(error.status_code, message, code=code, headers=error.headers))
 
 
-async def _leave(request: Request, error: Exception) -> Response:
-    """The client has disconnected: the response is not read."""
+async def _leave_unanswered(request: Request, error: Exception) -> Response:
     return Response(status_code=NO_RESPONSE)

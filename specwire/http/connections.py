@@ -75,10 +75,6 @@ class Connections:
         self._is_closing = False
         self._warned_s = -_QUIET_S
 
-    def protocol(self, **options: Any) -> Connection:
-        """A new connection, for uvicorn."""
-        return Connection(self, **options)
-
     def asking_to_close(self, app: ASGIApp) -> ASGIApp:
         """The app, whose responses ask clients to close their connections after `closed_by_clients`."""
 
@@ -108,7 +104,11 @@ class Connections:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             oldest.transport.close()
-            self._warn()
+            if time.monotonic() - self._warned_s > _QUIET_S:
+                self._warned_s = time.monotonic()
+                log.warning(
+                    "%d connections are open: closing those that are idle for longest", self._num_open
+                )
 
     def closed(self, connection: Connection) -> None:
         """Remove a connection."""
@@ -123,11 +123,6 @@ class Connections:
     def mark_busy(self, connection: Connection) -> None:
         """The connection has a request."""
         self._idle.pop(connection, None)
-
-    def _warn(self) -> None:
-        if time.monotonic() - self._warned_s > _QUIET_S:
-            self._warned_s = time.monotonic()
-            log.warning("%d connections are open: closing those that are idle for longest", self._num_open)
 
 
 class Connection(H11Protocol):

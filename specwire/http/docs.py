@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from html import escape
 from typing import Any
 
@@ -45,20 +44,12 @@ def _section(method: str, path: str, operation: Json, schemas: Json) -> str:
     body = operation.get("requestBody")
     if body is None:
         return f"<p>{head}</p>"
-    rows = "".join(_rows(_resolved(body["content"]["application/json"]["schema"], schemas)))
-    return f"<details><summary>{head}</summary><table>{rows}</table></details>"
-
-
-def _rows(schema: Json) -> Iterator[str]:
-    required = schema.get("required", ())
+    schema = schemas[body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+    rows = ""
     for name, field in schema["properties"].items():
-        note = " (required)" if name in required else ""
-        yield f"<tr><td><code>{escape(name)}</code>{note}<td><code>{escape(_kind(field))}</code>"
-
-
-def _resolved(schema: Json, schemas: Json) -> Json:
-    found: Json = schemas[schema["$ref"].rpartition("/")[2]]
-    return found
+        note = " (required)" if name in schema.get("required", ()) else ""
+        rows += f"<tr><td><code>{escape(name)}</code>{note}<td><code>{escape(_kind(field))}</code>"
+    return f"<details><summary>{head}</summary><table>{rows}</table></details>"
 
 
 def _kind(field: Json) -> str:

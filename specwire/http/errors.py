@@ -13,7 +13,6 @@ from specwire.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
     SpecwireError,
-    UnsupportedError,
 )
 
 log = logging.getLogger(__name__)
@@ -31,10 +30,8 @@ _BY_STATUS = {
     "CANCELLED": (503, "service_unavailable_error", "cancelled"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
 }
-_CODES: tuple[tuple[type[SpecwireError], str], ...] = (
-    (ContextLengthError, "context_length_exceeded"),
-    (UnsupportedError, "unsupported_value"),
-)
+_PARAMS = {"text": "prompt", "chat_template_kwargs.reasoning_effort": "reasoning_effort"}
+"""This API's names of fields of the SDK."""
 
 
 class ApiError(Exception):
@@ -87,17 +84,13 @@ def api_error(error: Exception) -> ApiError:
         log.error("defect while serving a request", exc_info=error)
         return ApiError(500, "internal error; the server's log has the details", kind="server_error")
     status, kind, code = _BY_STATUS[error.status]
-    code = next((known for type_, known in _CODES if isinstance(error, type_)), code)
-    param = _param(error.field) if isinstance(error, InvalidRequestError) else None
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else code
+    param = None
+    if isinstance(error, InvalidRequestError):
+        param = _PARAMS.get(error.field) or error.field.replace("prompt_token_ids", "prompt", 1)
     is_ending = isinstance(error, RequestCancelledError)  # a client that cancels is no longer there
     message = "the server is shutting down" if is_ending else str(error)
     return ApiError(status, message, kind=kind, param=param, code=code, headers=_headers(error))
-
-
-def _param(field: str) -> str:
-    """This API's name of a field of the SDK."""
-    own = {"text": "prompt", "chat_template_kwargs.reasoning_effort": "reasoning_effort"}
-    return own.get(field) or field.replace("prompt_token_ids", "prompt", 1)
 
 
 def _headers(error: SpecwireError) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""One request on the wire: its generations run as long as its client is connected."""
+"""One request on the wire: its generations run at once, as long as its client is connected.
+
+Each is paused while the client does not read.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,20 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
-from specwire.completion import Completion, Hypothesis, Speculation
+from specwire.completion import Chunk, Completion, Speculation
+from specwire.core import SamplingParams
 from specwire.http import spans
 from specwire.http.access import mark_refused
 from specwire.http.answers import Answer, Json
 from specwire.http.bodies.generating import Sampled
-from specwire.http.choices import Caller, Choice, Event, running
+from specwire.http.bodies.part import Prompt
+from specwire.http.entry import Caller
 from specwire.http.errors import api_error
 from specwire.http.responses import ResponsesAnswer
 
@@ -36,12 +41,24 @@ def refusal(error: Exception) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
-Events = Json | Sequence[Json] | None
-"""To be sent: one, several or none. One with a `type` is sent under its name."""
+def refused(scope: Scope, error: Exception) -> JSONResponse:
+    """The same, which the request's span and its log record say too."""
+    spans.mark(scope["specwire.span"], error)
+    mark_refused(scope, error)
+    return refusal(error)
 
 
 Answered = Answer | ResponsesAnswer
 """One response in the form of its API."""
+Event = tuple[int, Chunk | Completion]
+"""Index of a choice, and its chunk or completion, which is the last event of the choice."""
+
+
+class Choice(NamedTuple):
+    """One generation to run."""
+
+    prompt: Prompt
+    params: SamplingParams
 
 
 class Exchange(Response):
@@ -68,25 +85,67 @@ class Exchange(Response):
             await while_connected(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = running(
-            self._client, self._choices, self._caller, report_progress=self._body.reports_progress
-        )
-        async with choices as events:
+        async with self._running() as events:
             try:
-                first = await anext(events) if self._body.streams else None
+                first = await anext(events) if self._body.stream else None
                 if first is None:
                     self._completions = {i: each async for i, each in events if isinstance(each, Completion)}
             except Exception as error:
-                spans.mark(self._caller.span, error)
-                mark_refused(scope, error)
-                await refusal(error)(scope, receive, send)
+                await refused(scope, error)(scope, receive, send)
                 return
             if first is not None:
                 await self._stream(first, events, send)
             else:
-                choices_of = map(_choices_of, self._in_order())
-                whole = self._answer.whole([*itertools.chain.from_iterable(choices_of)])
-                await JSONResponse(whole)(scope, receive, send)
+                choices = itertools.chain.from_iterable(map(_choices_of, self._in_order()))
+                await JSONResponse(self._answer.whole([*choices]))(scope, receive, send)
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[AsyncIterator[Event]]:
+        """Run all choices; leaving the context cancels them on all services.
+
+        Events of different choices are interleaved as they arrive. Each choice holds at most one event that
+        is not consumed; its generation then pauses, by the SDK's credit.
+
+        Raises:
+            SpecwireError: from the iterator: the error of the first that fails.
+        """
+        events: asyncio.Queue[Event | Exception] = asyncio.Queue(maxsize=1)
+
+        async def run(index: int, choice: Choice) -> None:
+            try:
+                async with self._client.stream(
+                    params=choice.params,
+                    **choice.prompt,
+                    token=self._caller.token,
+                    traceparent=self._caller.span.context,
+                    request_id=self._caller.request_id,
+                    report_progress=self._body.reports_progress,
+                ) as stream:
+                    async for chunk in stream:
+                        await events.put((index, chunk))
+                    await events.put((index, stream.completion))
+            except Exception as error:
+                await events.put(error)
+
+        async def taken() -> AsyncIterator[Event]:
+            num_running = len(self._choices)
+            while num_running:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                num_running -= isinstance(event[1], Completion)
+                yield event
+
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for index, choice in enumerate(self._choices):
+                tasks.append(asyncio.create_task(run(index, choice)))
+                await asyncio.sleep(0)  # each may send a large prompt: let other tasks run in between
+            yield taken()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, first: Event, events: AsyncIterator[Event], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -96,8 +155,7 @@ class Exchange(Response):
             await self._send_event_of(send, *first)
             async for index, event in events:
                 await self._send_event_of(send, index, event)
-            if self._body.includes_usage:
-                await _send_events(send, self._answer.usage(self._in_order()))
+            await _send_events(send, self._answer.usage(self._in_order()))
             await send(_body(self._answer.end))
         except Exception as error:
             spans.mark(self._caller.span, error)
@@ -120,27 +178,25 @@ def _choices_of(done: Completion) -> list[Completion]:
 
     The first one has the counts of the search, so that they are counted once.
     """
-    if not done.hypotheses:
-        return [done]
-    return [_text_of(done, found, is_first=i == 0) for i, found in enumerate(done.hypotheses)]
+    return [
+        replace(
+            done,
+            text=found.text,
+            token_ids=found.token_ids,
+            finish_reason=found.finish_reason,
+            stop_reason=found.stop_reason,
+            usage=replace(done.usage, completion_tokens=len(found.token_ids)),
+            speculation=Speculation() if i else done.speculation,
+            tokens=(),
+            hypotheses=(found,),
+        )
+        for i, found in enumerate(done.hypotheses)
+    ] or [done]
 
 
-def _text_of(done: Completion, found: Hypothesis, *, is_first: bool) -> Completion:
-    return replace(
-        done,
-        text=found.text,
-        token_ids=found.token_ids,
-        finish_reason=found.finish_reason,
-        stop_reason=found.stop_reason,
-        usage=replace(done.usage, completion_tokens=len(found.token_ids)),
-        speculation=done.speculation if is_first else Speculation(),
-        tokens=(),
-        hypotheses=(found,),
-    )
-
-
-async def _send_events(send: Send, events: Events) -> None:
-    """Send server-sent events; returns when the connection has room for more."""
+async def _send_events(send: Send, events: Json | Sequence[Json] | None) -> None:
+    """Send server-sent events; returns when the connection has room for more. One with a `type` is sent under
+    its name."""
     for data in [events] if isinstance(events, dict) else events or ():
         name = f"event: {data['type']}\n" if "type" in data else ""
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -153,8 +209,13 @@ def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; a client that disconnects cancels it at once."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
+    leaving = asyncio.create_task(disconnected())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -163,8 +224,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

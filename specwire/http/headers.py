@@ -1,4 +1,4 @@
-"""What all requests and responses have in common: whose they are, their ids, warnings, CORS."""
+"""What all requests and responses have in common: their ids, warnings, log and counts."""
 
 from __future__ import annotations
 
@@ -7,46 +7,16 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.cors import CORSMiddleware
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specwire.config.client import HttpConfig
 from specwire.http.access import AccessEntry
 from specwire.http.bodies.part import Ignored
-from specwire.http.errors import ApiError
-from specwire.http.exchange import refusal
 from specwire.http.metrics import RequestCounts
-from specwire.http.origins import ANY, Origins
 from specwire.telemetry.propagation import REQUEST_ID
 
 _MAX_NAMES = 16
 _MAX_NAME_LEN = 64
-_EXPOSED = ("x-request-id", "warning", "retry-after", "retry-after-ms", "x-should-retry")
-
-
-class Guarded:
-    """Refuses requests for other hosts and from pages of origins that are not allowed, on any route."""
-
-    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
-        self._origins = Origins(config)
-        self._app = app
-        if config.cors_origins:
-            self._app = CORSMiddleware(
-                app,
-                allow_origins=config.cors_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=[ANY],
-                expose_headers=_EXPOSED,
-            )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._origins.check(Headers(scope=scope))
-        except ApiError as error:
-            await refusal(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
 
 
 class Labelled:

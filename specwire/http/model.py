@@ -70,7 +70,7 @@ class Models:
     async def speller(self, model: ServedModel) -> Spell:
         """Spells the model's tokens. Raises as `tokenizer`."""
         found = await self.tokenizer(model)
-        return found.spell if found else _spell_id
+        return found.spell if found else "token_id:{}".format
 
     async def tokenizer(self, model: ServedModel) -> Tokenizer | None:
         """The model's tokenizer, loaded the first time; None if it has none.
@@ -99,10 +99,6 @@ class Models:
             directory = embedded.TARGET_DIR if source == EMBEDDED else source
             return await asyncio.to_thread(tokenizer_files.read, directory)
         return await self._client.get_tokenizer(token=model.token)
-
-
-def _spell_id(token_id: int) -> str:
-    return f"token_id:{token_id}"
 
 
 def _load(files: TokenizerFiles, name: str, template: str) -> Tokenizer | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from specwire.completion import Chunk, Completion, FinishReason
 from specwire.http.answers import Json, record
@@ -35,8 +34,9 @@ class ResponsesAnswer:
 
     def __init__(self, body: ResponsesBody, model: str, _: Spell | None) -> None:
         self._body = body
-        self._output = _output_of(body)
+        self._output = Output(parser_of(body) if body.active_functions else None)
         self._num_events = 0
+        choice = body.tool_choice or "auto"
         self._head: Json = {
             "id": "resp_" + secrets.token_hex(16),
             "object": "response",
@@ -46,7 +46,7 @@ class ResponsesAnswer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "tool_choice": _choice_of(body),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.functions],
             "metadata": body.metadata or {},
             "reasoning": {"effort": body.effort, "summary": None},
@@ -102,15 +102,6 @@ class ResponsesAnswer:
     def _numbered(self, events: Sequence[Json]) -> Sequence[Json]:
         first, self._num_events = self._num_events, self._num_events + len(events)
         return [{"type": each["type"], "sequence_number": i} | each for i, each in enumerate(events, first)]
-
-
-def _output_of(body: ResponsesBody) -> Output:
-    return Output(parser_of(body) if body.active_functions else None)
-
-
-def _choice_of(body: ResponsesBody) -> Any:
-    choice = body.tool_choice or "auto"
-    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _usage(done: Completion) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import ssl
@@ -18,7 +19,7 @@ from specwire.config.security.reloading import ReloadingFile
 from specwire.config.security.tls import read_pair
 from specwire.errors import ConfigError
 from specwire.http.app import Front
-from specwire.http.connections import KEEP_ALIVE_S, Connections, ListeningSocket
+from specwire.http.connections import KEEP_ALIVE_S, Connection, Connections, ListeningSocket
 from specwire.http.metrics import TABLE
 from specwire.telemetry import endpoint, tracing
 from specwire.telemetry.metrics import Group
@@ -100,7 +101,7 @@ def _settings(config: HttpConfig, front: Front, connections: Connections) -> uvi
     tls = _tls(config) if config.tls_cert else None
     settings = uvicorn.Config(
         connections.asking_to_close(front.app()),
-        http=connections.protocol,  # type: ignore[arg-type]
+        http=functools.partial(Connection, connections),  # type: ignore[arg-type]
         timeout_keep_alive=int(KEEP_ALIVE_S),
         ws="none",
         lifespan="off",

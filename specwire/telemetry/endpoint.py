@@ -110,8 +110,10 @@ class MetricsEndpoint:
 
     async def text(self, *, openmetrics: bool = False) -> bytes:
         """All metrics in Prometheus' text format, or in OpenMetrics'."""
+        from prometheus_client import CollectorRegistry, ProcessCollector
+
         families = [family for group in self._groups for family in group.families()]
-        families += _process_families()
+        families += ProcessCollector(registry=CollectorRegistry()).collect()  # memory, CPU time, open files
         return await asyncio.to_thread(self._format, families, openmetrics)
 
     def _format(self, families: Iterable[Family], openmetrics: bool) -> bytes:
@@ -152,13 +154,6 @@ class MetricsEndpoint:
             body = await self.text(openmetrics=True)
             return _response("200 OK", body, content_type=OPENMETRICS_CONTENT_TYPE)
         return _response("200 OK", await self.text())
-
-
-def _process_families() -> list[Family]:
-    """Memory, processor time and open files of this process."""
-    from prometheus_client import CollectorRegistry, ProcessCollector
-
-    return list(ProcessCollector(registry=CollectorRegistry()).collect())
 
 
 def _wants_openmetrics(head: bytes) -> bool:

@@ -98,14 +98,23 @@ def check() -> None:
     Raises:
         ConfigError: names the variable and its value.
     """
-    _check_sampler()
+    known = f"is not one of {', '.join(_SAMPLERS)}"
+    _check("OTEL_TRACES_SAMPLER", lambda value: value.lower() in _SAMPLERS, known)
+    if variable("OTEL_TRACES_SAMPLER").lower().endswith("traceidratio"):
+        of_ratio = "OTEL_TRACES_SAMPLER_ARG"
+        _check(of_ratio, lambda value: 0 <= _number(of_ratio, value) <= 1, "must be from 0 to 1")
     for name in _LIMITS:
         if variable(name):
             _whole(name, 0, least=0)
+    compressions = ("gzip",) if _protocol() == "grpc" else ("none", "gzip", "deflate")
     for name in _COMPRESSIONS:
-        _check(name, lambda value: value.lower() in _compressions(), "is no compression of this protocol")
+        _check(name, lambda value: value.lower() in compressions, "is no compression of this protocol")
     for name in (*_HEADERS, "OTEL_RESOURCE_ATTRIBUTES"):
-        _check(name, _is_list_of_pairs, "is not name=value,...")
+        _check(
+            name,
+            lambda value: all("=" in pair for pair in value.split(",") if pair.strip()),
+            "is not name=value,...",
+        )
     for name in _FILES:
         _check(name, lambda value: Path(value).is_file(), "is not a file")
 
@@ -134,10 +143,6 @@ def _protocol() -> str:
     return variable(*_PROTOCOLS) or "grpc"
 
 
-def _compressions() -> tuple[str, ...]:
-    return ("gzip",) if _protocol() == "grpc" else ("none", "gzip", "deflate")
-
-
 def _export_timeout_s() -> float:
     """Of one export, in seconds: the shorter of OTLP's (in seconds) and the batch processor's (in ms)."""
     timeout_s = _EXPORT_TIMEOUT_S
@@ -149,18 +154,6 @@ def _export_timeout_s() -> float:
     if variable("OTEL_BSP_EXPORT_TIMEOUT"):
         timeout_s = min(timeout_s, _whole("OTEL_BSP_EXPORT_TIMEOUT", 0) / 1e3)
     return timeout_s
-
-
-def _check_sampler() -> None:
-    known = f"is not one of {', '.join(_SAMPLERS)}"
-    _check("OTEL_TRACES_SAMPLER", lambda value: value.lower() in _SAMPLERS, known)
-    if variable("OTEL_TRACES_SAMPLER").lower().endswith("traceidratio"):
-        name = "OTEL_TRACES_SAMPLER_ARG"
-        _check(name, lambda value: 0 <= _number(name, value) <= 1, "must be from 0 to 1")
-
-
-def _is_list_of_pairs(text: str) -> bool:
-    return all("=" in pair for pair in text.split(",") if pair.strip())
 
 
 def _check(name: str, is_valid: Callable[[str], bool], problem: str) -> None:

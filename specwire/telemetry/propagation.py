@@ -82,12 +82,18 @@ class Propagators:
         for name, value in headers:
             if name in found:
                 found[name].append(value)
-        traced = "tracecontext" in self.names
-        traceparent = checked_traceparent(",".join(found["traceparent"])) if traced else ""
+        traceparent, tracestate, baggage = (",".join(values) for values in found.values())
+        match = _TRACEPARENT.fullmatch(traceparent) if len(traceparent) <= _MAX_TRACEPARENT_LEN else None
+        # A later version's may be longer.
+        is_valid = match is not None and not (match[1] == "00" and match[2])
+        if not (is_valid and "tracecontext" in self.names):
+            traceparent = tracestate = ""
+        if "baggage" not in self.names:
+            baggage = ""
         return TraceContext(
             traceparent,
-            _checked_tracestate(",".join(found["tracestate"])) if traceparent else "",
-            _checked_baggage(",".join(found["baggage"])) if "baggage" in self.names else "",
+            _checked_list(tracestate, _MAX_TRACESTATE_LEN, _MAX_TRACESTATE_MEMBERS, _TRACESTATE_MEMBER),
+            _checked_list(baggage, _MAX_BAGGAGE_LEN, _MAX_BAGGAGE_MEMBERS, _BAGGAGE_MEMBER),
         )
 
     def headers(self, context: TraceContext) -> list[tuple[str, str]]:
@@ -102,20 +108,6 @@ class Propagators:
 
 W3C = Propagators()
 """Both."""
-
-
-def checked_traceparent(value: str) -> str:
-    """The value, or empty if it is malformed; a later version's may be longer."""
-    match = _TRACEPARENT.fullmatch(value) if len(value) <= _MAX_TRACEPARENT_LEN else None
-    return value if match and not (match[1] == "00" and match[2]) else ""
-
-
-def _checked_tracestate(value: str) -> str:
-    return _checked_list(value, _MAX_TRACESTATE_LEN, _MAX_TRACESTATE_MEMBERS, _TRACESTATE_MEMBER)
-
-
-def _checked_baggage(value: str) -> str:
-    return _checked_list(value, _MAX_BAGGAGE_LEN, _MAX_BAGGAGE_MEMBERS, _BAGGAGE_MEMBER)
 
 
 def _checked_list(value: str, max_len: int, max_members: int, member: re.Pattern[str]) -> str:

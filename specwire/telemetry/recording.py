@@ -255,14 +255,12 @@ def _linked(links: Sequence[str]) -> list[trace.Link]:
 
 
 class _RecordedSpan(Span):
+    _is_recorded = True
+
     def __init__(self, span: trace.Span, context: TraceContext) -> None:
         super().__init__(context)
         self._span = span
         self._failed = False
-
-    @property
-    def trace_id(self) -> str:
-        return self.traceparent[3:35]
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(_present(attributes))
@@ -296,6 +294,8 @@ class _SampledSpan(Span):
     lists of bounded length.
     """
 
+    _is_recorded = True
+
     def __init__(
         self,
         export: Callable[[_SampledSpan, int], None],
@@ -319,10 +319,6 @@ class _SampledSpan(Span):
         self.links: Sequence[trace.Link] = ()
         self.status = _UNSET
         self._has_failed = self._has_ended = False
-
-    @property
-    def trace_id(self) -> str:
-        return self.traceparent[3:35]
 
     def set(self, attributes: Attributes) -> None:
         for name, value in attributes.items():

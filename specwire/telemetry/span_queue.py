@@ -1,4 +1,4 @@
-"""A bounded queue of spans in front of the SDK's own, which drops without counting.
+"""A bounded queue of spans over the SDK's own, which drops without counting.
 
     ended spans ──▶ room? ──▶ BatchSpanProcessor ──▶ batches, on its thread ──▶ exporter
                       └ no: dropped, counted         exported or failed: counted ┘
@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from specwire.telemetry.environment import BatchLimits
@@ -20,7 +19,7 @@ from specwire.telemetry.environment import BatchLimits
 _NUM_PROBES = 64
 
 
-class SpanQueue(SpanProcessor):
+class SpanQueue(BatchSpanProcessor):
     """Keeps at most `limits.max_queued` ended spans, not counting the batch that is being exported.
 
     When it is full, new spans are dropped rather than old ones, so that older traces stay complete. While
@@ -32,13 +31,11 @@ class SpanQueue(SpanProcessor):
     """
 
     def __init__(self, exporter: SpanExporter, limits: BatchLimits) -> None:
-        self._exporter = _Counting(exporter)
+        self._counting = _Counting(exporter)
+        super().__init__(self._counting, limits.max_queued, limits.delay_ms, limits.max_batch)
         self._max_queued = limits.max_queued
         self._num_probes = min(_NUM_PROBES, limits.max_queued)
-        self._batches = BatchSpanProcessor(
-            self._exporter, limits.max_queued, limits.delay_ms, limits.max_batch
-        )
-        self._lock = threading.Lock()
+        self._accepting = threading.Lock()
         self._num_accepted = 0
         self.num_dropped = 0
 
@@ -50,49 +47,38 @@ class SpanQueue(SpanProcessor):
     @property
     def num_exported(self) -> int:
         """Spans accepted by the collector."""
-        return self._exporter.num_exported
+        return self._counting.num_exported
 
     @property
     def num_failed(self) -> int:
         """Spans exported without success."""
-        return self._exporter.num_failed
+        return self._counting.num_failed
 
     @property
     def is_full(self) -> bool:
         """Whether a span that ends now is dropped."""
-        limit = self._num_probes if self._exporter.fails else self._max_queued
-        return self._num_accepted - self._exporter.num_taken >= limit
+        limit = self._num_probes if self._counting.fails else self._max_queued
+        return self._num_accepted - self._counting.num_taken >= limit
 
     def drop(self) -> None:
         """Count a span that was not created."""
-        with self._lock:
+        with self._accepting:
             self.num_dropped += 1
-
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """See `SpanProcessor`; nothing to do."""
 
     def on_end(self, span: ReadableSpan) -> None:
         """See `SpanProcessor`; does not block."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
-        with self._lock:  # what is accepted must fit into the SDK's queue, which drops without counting
+        with self._accepting:  # what is accepted must fit into the SDK's queue, which drops without counting
             if self.is_full:
                 self.num_dropped += 1
             else:
                 self._num_accepted += 1
-                self._batches.on_end(span)
-
-    def shutdown(self) -> None:
-        """Export what is left and stop; takes long where the collector does not answer."""
-        self._batches.shutdown()  # type: ignore[no-untyped-call]
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """See `SpanProcessor`."""
-        return self._batches.force_flush(timeout_millis)
+                super().on_end(span)
 
     def abort(self) -> None:
         """Abort an export that hangs."""
-        self._exporter.shutdown()
+        self._counting.shutdown()
 
 
 class _Counting(SpanExporter):

@@ -1,40 +1,9 @@
 """Traces of generations, through OpenTelemetry; without it configured, at no cost.
 
-One trace a generation, over all three services (span, kind, who makes it, and attributes of specwire's own):
-
-    generate           SERVER, coordinator, from the request's arrival; stage.<stage>_ms (the ledger: they add
-    │                  up to the span), ahead_ms, rule, num_rounds, num_draft_tokens, num_accepted_tokens,
-    │                  num_prepared, draft.available, request_id; and gen_ai.*
-    ├ admission        INTERNAL, coordinator
-    ├ draft.prepare    INTERNAL, draft service; base_len, num_outcomes
-    └ round            INTERNAL, coordinator; round (from 0), base_len, num_draft_tokens, num_accepted_tokens,
-      │                draft.prepared, outcome, source; links to the draft.prepare that made its proposal;
-      │                events "draft lost" and "verify lost" with server.address and error.type
-      ├ draft          CLIENT, coordinator, one for each attempt; base_len, num_draft_tokens, outcome,
-      │ │              awaited (false: draft.serve may end later), request_bytes, response_bytes,
-      │ │              num_cached_tokens, queue_ms, forward_ms, handling_ms, network_ms; server.address and
-      │ │              server.port
-      │ └ draft.serve  SERVER, draft service; base_len, batch_size, num_cached_tokens, queue_ms, forward_ms,
-      │                handling_ms, ahead_ms
-      └ verify         CLIENT, coordinator, one for each attempt; as draft
-        └ verify.serve SERVER, verify service; as draft.serve
-
-With `--trace-detail` also `accept`, a child of `round`, and `draft.queue`, `draft.forward`, `verify.queue`
-and `verify.forward`, children of the span `*.serve` of their request.
-
-Names of attributes without a namespace begin with `specwire.` (`semantics`). A round whose proposal was there
-before it was requested has no `draft`. Above `generate` are the CLIENT span of the SDK
-(`specwire.client.spans`) and, of a request over HTTP, the SERVER span of the front (`specwire.http.spans`).
-
-`gen_ai.*`, `rpc.*`, `server.*` and `error.type` (on a span that failed) are OpenTelemetry's conventions.
-Lengths are in tokens, sizes in bytes, `batch_size` in sequences, of the last forward pass. `draft.available`
-is false where the draft could not be used for a part of the generation. `num_cached_tokens` are those that
-the service found in its cache instead of computing them.
-
-Tracing is on when `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or
-`OTEL_TRACES_EXPORTER=otlp` is set, and off again with `OTEL_TRACES_EXPORTER=none` or
-`OTEL_SDK_DISABLED=true`. While it is off, nothing of OpenTelemetry is imported. Protocol, headers,
-sampling, batch sizes and resource are set by the usual `OTEL_*` variables.
+`docs/jaeger.md` has the spans of a generation, of all three services, with their attributes, and the `OTEL_*`
+variables, which turn tracing on and set it. While it is off, nothing of OpenTelemetry is imported. Above
+the span `generate` are the CLIENT span of the SDK (`specwire.client.spans`) and, of a request over HTTP, the
+SERVER span of the front (`specwire.http.spans`).
 
 A collector that is slow, gone or silent costs memory for `OTEL_BSP_MAX_QUEUE_SIZE` spans (2048) and next to
 nothing else: a span that would begin while the queue is full is not created, nor are its descendants in any
@@ -102,6 +71,8 @@ class Span:
         context: what to send with calls that belong to it.
     """
 
+    _is_recorded = False
+
     def __init__(self, context: TraceContext = NO_CONTEXT) -> None:
         self.context = context
 
@@ -113,7 +84,7 @@ class Span:
     @property
     def trace_id(self) -> str:
         """Of its trace, for logs: 32 hex digits; empty if it is not recorded."""
-        return ""
+        return self.traceparent[3:35] if self._is_recorded else ""
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes; those that are None are left out."""
@@ -207,7 +178,7 @@ NO_SPAN = Span()
 
 
 def configure(service_name: str) -> Tracing:
-    """Set up tracing for this process as the `OTEL_*` variables say; see the top of this module.
+    """Set up tracing for this process as the `OTEL_*` variables say (`docs/jaeger.md`).
 
     Args:
         service_name: `service.name`, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` give one.

@@ -14,24 +14,16 @@ from typing import Any
 
 from specwire.telemetry.metrics import Group, HistogramData, Metric, Reading, Source
 
-Convert = Callable[[Reading], Reading]
-
-
-def _as_it_is(reading: Reading) -> Reading:
-    return reading
-
 
 def _finished(requests: Reading) -> Reading:
     """By (status, finish reason) to vLLM's reasons, which include those of requests that did not succeed."""
     assert isinstance(requests, Mapping)
+    reasons = {"CANCELLED": "abort", "DEADLINE_EXCEEDED": "abort"}
     counts: Counter[tuple[str, ...]] = Counter()
     for (status, finish_reason), count in requests.items():
-        reason = finish_reason or _REASONS.get(status, "error")
+        reason = finish_reason or reasons.get(status, "error")
         counts[reason,] += count  # type: ignore[assignment,operator]
     return counts
-
-
-_REASONS = {"CANCELLED": "abort", "DEADLINE_EXCEEDED": "abort"}
 
 
 def _succeeded(durations: Reading) -> Reading:
@@ -58,7 +50,7 @@ class Equivalent:
 
     ours: str
     theirs: str
-    convert: Convert = _as_it_is
+    convert: Callable[[Reading], Reading] = lambda reading: reading
     labels: tuple[str, ...] | None = None
 
     def metric(self, ours: Metric[Source]) -> Metric[Source]:

@@ -44,7 +44,9 @@ class Grammar:
         given = self.json_schema
         if given is not None and not isinstance(given, str):
             object.__setattr__(self, "json_schema", _dumped(given))
-        object.__setattr__(self, "choice", _texts(self.choice))
+        if isinstance(self.choice, str):
+            raise InvalidRequestError("grammar.choice", self.choice, "must be several texts, not one")
+        object.__setattr__(self, "choice", tuple(self.choice))
         kinds = [name for name in self.__slots__ if getattr(self, name) not in (None, False, ())]
         if len(kinds) != 1:
             raise InvalidRequestError(
@@ -65,12 +67,6 @@ def _dumped(schema: Mapping[str, Any]) -> str:
         return json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError("grammar.json_schema", schema, f"is not JSON: {error}") from None
-
-
-def _texts(choice: Any) -> tuple[str, ...]:
-    if isinstance(choice, str):
-        raise InvalidRequestError("grammar.choice", choice, "must be several texts, not one")
-    return tuple(choice)
 
 
 def _check(name: str, value: Any) -> None:

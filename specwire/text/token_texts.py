@@ -20,18 +20,15 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes | None]:
         UnsupportedError: the tokenizer is of another kind.
     """
     kinds = set(_kinds(tokenizer.decoder))
-    if "ByteLevel" in kinds:
-        write = _of_alphabet
-    elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
-        write = _of_pieces
-    else:
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
         raise UnsupportedError(
             "tokenizer", ", ".join(sorted(kinds)) or "none", "the text of its tokens is not known"
         )
     texts: list[bytes | None] = [None] * tokenizer.vocab_size
     for name, token_id in tokenizer.table.items():
         if token_id not in tokenizer.special_ids:
-            texts[token_id] = name.encode() if token_id in tokenizer.added_ids else write(name)
+            is_added = token_id in tokenizer.added_ids
+            texts[token_id] = name.encode() if is_added else _text(name, in_alphabet="ByteLevel" in kinds)
     return texts
 
 
@@ -54,10 +51,8 @@ BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 """Of a token that stands for one byte of a character that has no token."""
 
 
-def _of_alphabet(name: str) -> bytes | None:
-    return bytes(_BYTES[char] for char in name) if all(char in _BYTES for char in name) else None
-
-
-def _of_pieces(name: str) -> bytes:
+def _text(name: str, *, in_alphabet: bool) -> bytes | None:
+    if in_alphabet:
+        return bytes(_BYTES[char] for char in name) if all(char in _BYTES for char in name) else None
     byte = BYTE_NAME.fullmatch(name)
     return bytes.fromhex(byte[1]) if byte else name.replace("▁", " ").encode()

@@ -63,14 +63,14 @@ class Tokenizer:
             self._fast.encode_special_tokens = backend.split_special_tokens
 
     @cached_property
-    def _table(self) -> dict[str, int]:
+    def table(self) -> Mapping[str, int]:
         """Token → id, including added tokens; cached, as it is costly to build."""
         return dict(self._backend.get_vocab())
 
     @cached_property
     def vocab_size(self) -> int:
         """Highest token id plus one, including added tokens; a model may pad its vocabulary beyond it."""
-        return max(self._table.values(), default=-1) + 1
+        return max(self.table.values(), default=-1) + 1
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -83,11 +83,6 @@ class Tokenizer:
         """The end token; None without one."""
         eos_id: int | None = self._backend.eos_token_id
         return eos_id
-
-    @property
-    def table(self) -> Mapping[str, int]:
-        """Token → id, including added tokens."""
-        return self._table
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
@@ -107,7 +102,7 @@ class Tokenizer:
         The first 16 bytes of the SHA-256 of the sorted table. It includes added tokens, but not the padding
         of the model's vocabulary, the file layout or the chat template.
         """
-        table = json.dumps(sorted(self._table.items()), separators=(",", ":"))
+        table = json.dumps(sorted(self.table.items()), separators=(",", ":"))
         return hashlib.sha256(table.encode()).digest()[:16].hex()
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
@@ -122,13 +117,13 @@ class Tokenizer:
             ContextLengthError: there are more than `max_len`.
         """
         if self._fast is not None:  # its `encode` holds the GIL
-            [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            _check_len(len(encoding), max_len)
-            return list(encoding.ids)
-        # verbose: instead of a warning about the model's length, ContextLengthError is raised.
-        token_ids = list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
-        _check_len(len(token_ids), max_len)
-        return token_ids
+            [found] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            # verbose: instead of a warning about the model's length, ContextLengthError is raised.
+            found = self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        if max_len is not None and len(found) > max_len:
+            raise ContextLengthError("prompt", f"{len(found)} tokens", f"is over the context of {max_len}")
+        return list(found if self._fast is None else found.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`, without ids that have no token, and special tokens; spaces are kept."""
@@ -273,11 +268,6 @@ def template_variables(template: str) -> set[str]:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError as error:
         raise ValueError(f"is no chat template: {error.message} in line {error.lineno}") from None
-
-
-def _check_len(num_tokens: int, max_len: int | None) -> None:
-    if max_len is not None and num_tokens > max_len:
-        raise ContextLengthError("prompt", f"{num_tokens} tokens", f"is over the context of {max_len}")
 
 
 def load(source: str | Path, *, chat_template: str = "") -> Tokenizer | None:

@@ -181,9 +181,7 @@ class TestUsage:
         monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
         verify = UpConfig().verify(environ=os.environ)
         assert (verify.page_size, verify.address) == (4, "127.0.0.1:0")
-        monkeypatch.setattr(
-            supervisor, "kept_service", lambda *_, **__: pytest.fail("before anything starts")
-        )
+        monkeypatch.setattr(supervisor, "KeptService", lambda *_, **__: pytest.fail("before anything starts"))
         with pytest.raises(ConfigError, match="SPECWIRE_MAX_WAITING='x' is not a whole number"):
             supervisor.Stack(UpConfig(address="127.0.0.1:0"), {"SPECWIRE_MAX_WAITING": "x"})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -109,6 +110,11 @@ sys.exit("error: its reason")
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Flagless:
+    """The config of a service without flags."""
+
+
 @pytest.mark.parametrize("serves", [True, False])
 def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
     serves: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -117,11 +123,13 @@ def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
     (tmp_path / "dies.py").write_text(DIES)
     starts: list[str] = []
 
-    def start(address: str) -> Service:
-        starts.append(address)
-        return Service("dies", ["serves"] if serves or not address else [], {"PYTHONPATH": str(tmp_path)})
+    class Dying(KeptService):
+        def _start(self) -> Service:
+            starts.append(self._address)
+            self._command = ["dies", *(["serves"] if serves or not self._address else [])]
+            return super()._start()
 
-    kept = KeptService("the service", start, max_failures=4)
+    kept = Dying("the service", ["dies"], Flagless(), {"PYTHONPATH": str(tmp_path)}, max_failures=4)
     kept.service.ready(30)
     end_at(kept, now_s=0.0)
     for now_s in (0.5, 1.5, 3.5):
@@ -153,7 +161,7 @@ def test_what_has_served_for_long_begins_with_a_short_pause_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "dies.py").write_text(DIES)
-    kept = KeptService("the service", lambda _: Service("dies", ["serves"], {"PYTHONPATH": str(tmp_path)}))
+    kept = KeptService("the service", ["dies", "serves"], Flagless(), {"PYTHONPATH": str(tmp_path)})
     kept.service.ready(30)
     now_s = 0.0
     for served_s in (1, 100, 100, 1):

@@ -22,7 +22,7 @@ from tests.support.command_line import one_line_error, usage_error
 from tests.support.traces import MS, Trace, laid_out, saved, three_rounds
 from tools.timeline import layout, perfetto, picture
 from tools.timeline.generation import generations
-from tools.timeline.receiver import Receiver, Store
+from tools.timeline.receiver import Receiver
 from tools.timeline.spans import RecordedSpan
 
 EMULATED = ["--target", "emulated:step_ms=10", "--draft", "emulated:step_ms=1,alpha=0.8"]
@@ -166,7 +166,7 @@ class TestReceiver:
         request = ExportTraceServiceRequest()
         ids = {"trace_id": b"t" * 16, "span_id": b"s" * 8}
         request.resource_spans.add().scope_spans.add().spans.add(name="x" * 1000, **ids)
-        store = Store(max_bytes=5000)
+        store = Receiver(max_bytes=5000)
         for _ in range(10):
             store.keep(request)
         assert len(store.spans) == 4

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as TracedSpan
 
 from specwire import Client, Completion, Rule, SamplingParams
 from specwire.cli.supervisor import Stack
@@ -13,8 +14,7 @@ from specwire.completion import Stage
 from specwire.config.stack import UpConfig
 from specwire.telemetry import semantics as names
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.traces import KINDS
-from tools.timeline.spans import INTERNAL, RecordedSpan
+from tools.timeline.spans import RecordedSpan
 
 PROMPT = [5, 9, 11, 2, 7]
 PARENTS = {
@@ -25,6 +25,11 @@ PARENTS = {
     "draft.serve": "draft",
     "verify.serve": "verify",
 }
+KINDS = {
+    **dict.fromkeys(("generate", "draft.serve", "verify.serve"), TracedSpan.SPAN_KIND_SERVER),
+    **dict.fromkeys(("draft", "verify"), TracedSpan.SPAN_KIND_CLIENT),
+    **dict.fromkeys(("admission", "round"), TracedSpan.SPAN_KIND_INTERNAL),
+}
 SERVICES = {"draft.serve": "specwire-draft", "verify.serve": "specwire-verify"}
 PARTS = (names.QUEUE_MS, names.FORWARD_MS, names.HANDLING_MS)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -34,7 +39,13 @@ Traced = tuple[list[RecordedSpan], Completion, Completion]
 
 
 @pytest.fixture(scope="module")
-def traced() -> Traced:
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def traced(receiver: OtlpReceiver) -> Traced:
     """Spans of two generations, one of them with a caller's trace context, and their completions."""
     config = UpConfig(
         target="emulated:step_ms=1",
@@ -44,18 +55,17 @@ def traced() -> Traced:
         num_outcomes="0",
         num_threads=1,
     )
-    with OtlpReceiver() as receiver:
-        environ = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-            "OTEL_EXPORTER_OTLP_INSECURE": "true",
-            "OTEL_BSP_SCHEDULE_DELAY": "100",
-        }
-        with Stack(config, environ) as stack, Client(stack.address) as client:
-            params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
-            first = client.generate(params=params, prompt_token_ids=PROMPT)
-            gumbel = SamplingParams(max_tokens=20, ignore_eos=True, seed=1, rule=Rule.GUMBEL)
-            second = client.generate(params=gumbel, prompt_token_ids=PROMPT, traceparent=CALLER)
-        return receiver.spans, first, second
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+        "OTEL_EXPORTER_OTLP_INSECURE": "true",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+    with Stack(config, environ) as stack, Client(stack.address) as client:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+        first = client.generate(params=params, prompt_token_ids=PROMPT)
+        gumbel = SamplingParams(max_tokens=20, ignore_eos=True, seed=1, rule=Rule.GUMBEL)
+        second = client.generate(params=gumbel, prompt_token_ids=PROMPT, traceparent=CALLER)
+    return receiver.spans, first, second
 
 
 def of_trace(spans: list[RecordedSpan], trace_id: str) -> list[RecordedSpan]:
@@ -79,11 +89,16 @@ def test_each_generation_is_one_trace_with_every_call_of_every_round(traced: Tra
     assert {span.trace_id for span in spans} == {root.trace_id for root in roots}
 
 
-def test_parents_kinds_and_services_are_right(traced: Traced) -> None:
+def test_kinds_are_right(traced: Traced, receiver: OtlpReceiver) -> None:
+    groups = [group for request in receiver.requests for group in request.resource_spans]
+    sent = [span for group in groups for scope in group.scope_spans for span in scope.spans]
+    assert {span.name: span.kind for span in sent} == KINDS
+
+
+def test_parents_and_services_are_right(traced: Traced) -> None:
     spans, _, _ = traced
     by_id = {span.span_id: span for span in spans}
     for span in spans:
-        assert span.kind == KINDS.get(span.name, INTERNAL)
         if span.name == "generate":
             continue
         parent = by_id[span.parent_id]  # a KeyError here is an orphan

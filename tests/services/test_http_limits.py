@@ -15,11 +15,12 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.applications import Starlette
 
 from specwire.config.client import HttpConfig
 from specwire.config.security.bearer import make_token
 from specwire.errors import UnauthenticatedError
-from specwire.http import answer_cache, connections, reading
+from specwire.http import answer_cache, connections, entry
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.errors import ApiError
 from specwire.http.origins import Origins
@@ -201,7 +202,7 @@ class TestBodies:
             assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
     def test_a_body_that_does_not_come_in_time(self, here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reading, "_READ_S", 0.2)
+        monkeypatch.setattr(entry, "_READ_S", 0.2)
         with connected(here.address) as connection:
             connection.sendall(head(100) + b"{")
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
@@ -210,7 +211,7 @@ class TestBodies:
         self, here: Fronted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with contextlib.ExitStack() as stack, front(here.stack.address, model_name="m") as address:
-            for _ in range(reading._NUM_LARGE):
+            for _ in range(entry._NUM_LARGE):
                 connection = stack.enter_context(connected(address))
                 connection.sendall(head(MB) + b"{")
             before = stack.enter_context(connected(address))
@@ -413,7 +414,8 @@ class TestOrigins:
         ],
     )
     def test_who_may(self, address: str, allowed: str, host: str, origin: str | None, ok: bool) -> None:
-        origins = Origins(HttpConfig(address=address, allowed_hosts=allowed, allow_plaintext=True))
+        config = HttpConfig(address=address, allowed_hosts=allowed, allow_plaintext=True)
+        origins = Origins(Starlette(), config)
         headers = {"host": host} | ({} if origin is None else {"origin": origin})
         with contextlib.nullcontext() if ok else pytest.raises(ApiError) as refused:
             origins.check(headers)

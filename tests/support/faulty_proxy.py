@@ -7,8 +7,7 @@ import asyncio
 import enum
 
 from specwire.config.link import Link
-from tools.proxy.delay_line import Signal
-from tools.proxy.delay_proxy import DelayProxy, _Connection, _End
+from tools.proxy.delay_proxy import DelayProxy, Signal, _Connection, _End
 
 
 class Direction(enum.IntEnum):
@@ -68,7 +67,7 @@ class FaultyProxy(DelayProxy):
         for connection in list(self._connections):
             for direction in directions or Direction:
                 end = _ends(connection, direction)[1]
-                connection.out_of(end).close()
+                end.outgoing.close()
                 end.reset()
 
     def half_close(self, *directions: Direction) -> None:
@@ -82,11 +81,11 @@ class FaultyProxy(DelayProxy):
         send until then is lost."""
         for connection in list(self._connections):
             end = _ends(connection, direction)[0]
-            connection.into(end).close()
+            end.incoming.close()
             end._has_read_all = True  # or its end would be passed on at once, as a reset
             if end._transport is not None:
                 end._transport.close()
-            asyncio.get_running_loop().call_later(delay_s, connection.out_of(end).put, Signal.END)
+            asyncio.get_running_loop().call_later(delay_s, end.outgoing.put, Signal.END)
 
 
 def _ends(connection: _Connection, direction: Direction) -> tuple[_End, _End]:

@@ -11,13 +11,15 @@ from typing import Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tools.timeline.receiver import Receiver, Store
+from tools.timeline.receiver import Receiver
 from tools.timeline.spans import RecordedSpan
 
 
-class _Waiting(Store):
-    """Attributes:
-    requests: received, as they were sent.
+class OtlpReceiver(Receiver):
+    """Receives OTLP over gRPC while the `with` lasts.
+
+    Attributes:
+        requests: received, as they were sent.
     """
 
     def __init__(self) -> None:
@@ -37,11 +39,7 @@ class _Waiting(Store):
         return self.spans
 
 
-class OtlpReceiver(_Waiting, Receiver):
-    """Receives OTLP over gRPC while the `with` lasts."""
-
-
-class OtlpHttpReceiver(_Waiting):
+class OtlpHttpReceiver(OtlpReceiver):
     """Receives OTLP over HTTP (`http/protobuf`) while the `with` lasts; otherwise as `OtlpReceiver`."""
 
     def __enter__(self) -> Self:

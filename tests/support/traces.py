@@ -13,14 +13,7 @@ from specwire.completion import Stage
 from specwire.telemetry import semantics as names
 from tools.timeline import layout
 from tools.timeline.generation import choose
-from tools.timeline.spans import (
-    CLIENT,
-    INTERNAL,
-    SERVER,
-    RecordedSpan,
-    SpanEvent,
-    SpanLink,
-)
+from tools.timeline.spans import RecordedSpan, SpanEvent, SpanLink
 
 MS = 1_000_000
 START_NS = 1_700_000_000 * 10**9
@@ -67,7 +60,6 @@ class Trace:
                 attributes=named | ({names.ERROR_TYPE: error} if error else {}),
                 resource={"service.name": f"specwire-{role}"},
                 is_error=bool(error),
-                kind=KINDS.get(name, INTERNAL),
                 links=tuple(SpanLink(self._trace_id, link) for link in links),
                 events=tuple(
                     SpanEvent(event, START_NS + round(at_ms * MS), {}) for event, at_ms in events.items()
@@ -100,15 +92,6 @@ class Trace:
         call = self.add(role, *interval_ms, parent, network_ms=network_ms, outcome="asked", **spent)
         start_ms = clock_ms + received_ms
         return self.add(f"{role}.serve", start_ms, start_ms + residence_ms, call, batch_size=1, **spent)
-
-
-KINDS = {
-    "generate": SERVER,
-    "draft": CLIENT,
-    "verify": CLIENT,
-    "draft.serve": SERVER,
-    "verify.serve": SERVER,
-}
 
 
 def three_rounds(draft_clock_ms: float = 0, model: str = "target") -> list[RecordedSpan]:
@@ -173,7 +156,6 @@ def _request(span: RecordedSpan) -> dict[str, Any]:
         "spanId": span.span_id,
         "parentSpanId": span.parent_id,
         "name": span.name,
-        "kind": span.kind,
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _pairs(span.attributes),

@@ -13,7 +13,7 @@ import pytest
 from specwire.config.link import Link
 from tests.support.faulty_proxy import Direction, FaultyProxy
 from tests.support.links import MS, Linked, Peer, until
-from tools.proxy.delay_line import MAX_HELD_BYTES
+from tools.proxy.delay_proxy import MAX_HELD_BYTES
 
 CHUNK = bytes(64 << 10)
 

@@ -14,7 +14,8 @@ from specwire import (
     ServiceUnavailableError,
     StreamIdleError,
 )
-from specwire.client.resume import NotServedError, Search, as_addresses
+from specwire.client.arguments import addresses
+from specwire.client.resume import NotServedError, Search
 
 
 def gone(*, may_recover: bool = True) -> NotServedError:
@@ -103,7 +104,7 @@ def test_a_policy_that_cannot_be(field: str) -> None:
 
 
 def test_addresses_as_people_write_them() -> None:
-    assert as_addresses("a:1, b:2") == as_addresses(["a:1", "b:2"]) == ("a:1", "b:2")
+    assert addresses("a:1, b:2") == addresses(["a:1", "b:2"]) == ("a:1", "b:2")
     with pytest.raises(InvalidRequestError, match="address=b: is not HOST:PORT"):
         Client("a:1,b")
     with pytest.raises(InvalidRequestError, match="address"):

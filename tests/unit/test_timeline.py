@@ -19,7 +19,7 @@ from tools.timeline import picture
 from tools.timeline.generation import choose, is_complete
 from tools.timeline.intervals import difference, intersection, length, union
 from tools.timeline.layout import BarKind, Lane, Mark
-from tools.timeline.spans import CLIENT, SERVER, RecordedSpan, SpanEvent, read
+from tools.timeline.spans import RecordedSpan, SpanEvent, read
 
 OTLP_SPAN: dict[str, Any] = {
     "traceId": TRACE.upper(),
@@ -83,14 +83,8 @@ class TestReading:
             "m": {"k": 2},
             "0": None,
         }
-        assert first.kind == CLIENT
         assert first.links == ((TRACE, "00000000000000aa"),)
         assert first.events == (SpanEvent("lost", 2000, {"k": 1}),)
-
-    @pytest.mark.parametrize(("value", "kind"), [("SPAN_KIND_SERVER", SERVER), (9, 0), ("x", 0), (None, 0)])
-    def test_kinds_by_name_and_unknown_ones(self, value: object, kind: int, tmp_path: Path) -> None:
-        [found] = _spans_of(tmp_path, otlp(kind=value))
-        assert found.kind == kind
 
     def test_jaegers_download(self, tmp_path: Path) -> None:
         span = {
@@ -121,7 +115,7 @@ class TestReading:
         [found] = read(path)
         assert (found.name, found.parent_id, found.service_name) == ("round", "0000000000000001", "c")
         assert (found.start_ns, found.end_ns, found.attributes["specwire.round"]) == (5000, 7000, 3)
-        assert (found.kind, found.links) == (CLIENT, ((TRACE, "0000000000000007"),))
+        assert found.links == ((TRACE, "0000000000000007"),)
         assert found.events == (SpanEvent("draft lost", 6000, {"k": 1}),)
 
     @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specwire.config.flags import flag_name
 from specwire.core import PARAMETERS, SamplingParams
@@ -34,19 +34,6 @@ _NOT_OF_OTHERS = (
 _MAX_ERROR_LEN = 200
 
 
-class Backend(Protocol):
-    """A server under load."""
-
-    async def send(
-        self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
-    ) -> None:
-        """Send one request, and fill its record while its answer arrives.
-
-        Raises:
-            SpecwireError: the request failed.
-        """
-
-
 class Coordinator:
     """A coordinator of ours, through the SDK."""
 
@@ -56,7 +43,11 @@ class Coordinator:
     async def send(
         self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
     ) -> None:
-        """See `Backend`."""
+        """Send one request, and fill its record while its answer arrives.
+
+        Raises:
+            SpecwireError: the request failed.
+        """
         async with self._client.stream(prompt.text, params, prompt_token_ids=prompt.token_ids) as stream:
             async for chunk in stream:
                 if chunk.tokens:
@@ -87,7 +78,7 @@ class OpenAIServer:
     async def send(
         self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
     ) -> None:
-        """See `Backend`."""
+        """As `Coordinator.send`."""
         import httpx2
 
         try:
@@ -126,6 +117,10 @@ class OpenAIServer:
         if usage := event.get("usage"):
             record.num_input_tokens = usage["prompt_tokens"]
             record.num_output_tokens = usage["completion_tokens"]
+
+
+Backend = Coordinator | OpenAIServer
+"""A server under load."""
 
 
 def parameters(params: SamplingParams) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,14 @@ def _check_outputs(args: argparse.Namespace) -> None:
     files.check_place("--plot", args.plot)
     if args.save_detailed and args.json is None:
         raise ConfigError("--save-detailed: needs --json FILE")
-    if args.plot is not None:
-        _check_plot(args.plot)
-
-
-def _check_plot(path: Path) -> None:
+    if args.plot is None:
+        return
     extras.require("--plot", "bench")
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot {path}: does not end in one of {', '.join(known)}")
+    if args.plot.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"--plot {args.plot}: does not end in one of {', '.join(known)}")
 
 
 class _Session:
@@ -113,7 +110,7 @@ class _Session:
 
         self._args = args
         self._params = params
-        self._target = targets.target(args, config, params)
+        self._target = targets.Target(args, config, params)
         self._load = serve.OfferedLoad(
             num_requests=args.num_requests,
             rate=flags.rate(args),
@@ -155,13 +152,16 @@ class _Session:
             text = json.dumps(found, ensure_ascii=False, indent=2) + "\n"
             files.write("--json", args.json, lambda path: path.write_text(text, encoding="utf-8"))
         if args.plot:
-            title = self._title()
+            rate = self._load.rate
+            how = f"{args.concurrency} at a time" if rate is None else f"{rate:g} requests/s"
+            title = f"{self._target.model_id}: {args.num_requests} requests, {how}"
             files.write("--plot", args.plot, lambda path: report.plot(path, summary, records, title))
         return summary
 
     def _settings(self) -> dict[str, Any]:
         """The settings, so that the file is self-contained."""
-        args, target = self._args, self._target
+        args, target, rate = self._args, self._target, self._load.rate
+        names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "backend": args.backend,
@@ -170,25 +170,11 @@ class _Session:
             "draft_model_id": target.draft_model_id,
             "dataset_name": args.dataset_name or "",
             "num_prompts": args.num_requests,
-            "request_rate": "inf"
-            if self._load.rate is not None and math.isinf(self._load.rate)
-            else self._load.rate,
+            "request_rate": "inf" if rate is not None and math.isinf(rate) else rate,
             "burstiness": "inf" if math.isinf(args.burstiness) else args.burstiness,
             "max_concurrency": args.concurrency,
             "retries": args.retries,
             "seed": args.seed,
             "goodput_ms": dict(args.goodput),
-            "sampling": _sampling(self._params),
+            "sampling": {name: getattr(self._params, name) for name in names},  # the seed differs by request
         }
-
-    def _title(self) -> str:
-        args = self._args
-        rate = self._load.rate
-        how = f"{args.concurrency} at a time" if rate is None else f"{rate:g} requests/s"
-        return f"{self._target.model_id}: {args.num_requests} requests, {how}"
-
-
-def _sampling(params: SamplingParams) -> Mapping[str, Any]:
-    """The parameters without the seed, which differs by request."""
-    values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    return {name: value for name, value in values.items() if name != "seed"}

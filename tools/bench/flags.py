@@ -172,17 +172,13 @@ def rate(args: argparse.Namespace) -> float | None:
 
 
 def _positive(text: str) -> float:
-    value = _number(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not over 0")
     return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def _count_or_none(text: str) -> int:

@@ -194,14 +194,18 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, under the names of `vllm bench serve`."""
-        return {
+        found: dict[str, Any] = {
             "duration": self.duration_s,
             **{name: getattr(self, name) for name in _FIGURES},
             "errors_by_status": dict(self.errors),
             "refused": self.num_refusals,
-            **_latency_fields(self.latencies),
-            **_speculation_fields(self.speculation),
         }
+        for name, of in self.latencies.items():
+            found[f"mean_{name}_ms"] = of.mean if of else None
+            found[f"median_{name}_ms"] = of.median if of else None
+            found[f"std_{name}_ms"] = of.std if of else None
+            found |= {f"p{p}_{name}_ms": of.percentiles[p] if of else None for p in PERCENTILES}
+        return found | _speculation_fields(self.speculation)
 
 
 def summarize(
@@ -228,7 +232,7 @@ def summarize(
         errors=dict(Counter(record.status for record in records if not record.completed)),
         num_refusals=sum(record.num_refusals for record in records),
         max_output_tokens_per_s=float(max(output_rate(done, 1.0), default=0.0)),
-        max_concurrent_requests=_max_concurrent(done),
+        max_concurrent_requests=max((count for _, count in running_requests(done)), default=0),
         max_send_delay_ms=max(delays_ms, default=None),
     )
 
@@ -257,13 +261,13 @@ def running_requests(done: Iterable[RequestRecord]) -> list[tuple[float, int]]:
     return [(time_s, count) for (time_s, _), count in zip(changes, counts, strict=True)]
 
 
-def _max_concurrent(done: Iterable[RequestRecord]) -> int:
-    return max((count for _, count in running_requests(done)), default=0)
-
-
 def total_speculation(parts: Iterable[Speculation]) -> Speculation:
     """The sums of counts and histograms."""
     all_parts = list(parts)
+    by_source: dict[str, SourceCounts] = {}
+    for each in (each for part in all_parts for each in part.by_source):
+        before = by_source.get(each.source) or SourceCounts(source=each.source)
+        by_source[each.source] = before.plus(each.num_draft_tokens, each.num_accepted_tokens, each.num_drafts)
     return Speculation(
         num_rounds=sum(part.num_rounds for part in all_parts),
         num_tokens=sum(part.num_tokens for part in all_parts),
@@ -274,32 +278,13 @@ def total_speculation(parts: Iterable[Speculation]) -> Speculation:
         accepted_per_position=_summed(part.accepted_per_position for part in all_parts),
         draft_unavailable=next((p.draft_unavailable for p in all_parts if p.draft_unavailable), ""),
         num_prepared=sum(part.num_prepared for part in all_parts),
-        by_source=_by_source(each for part in all_parts for each in part.by_source),
+        by_source=tuple(by_source.values()),
         why_plain=next((part.why_plain for part in all_parts if part.why_plain), ""),
     )
 
 
-def _by_source(parts: Iterable[SourceCounts]) -> tuple[SourceCounts, ...]:
-    total: dict[str, SourceCounts] = {}
-    for part in parts:
-        before = total.get(part.source) or SourceCounts(source=part.source)
-        total[part.source] = before.plus(part.num_draft_tokens, part.num_accepted_tokens, part.num_drafts)
-    return tuple(total.values())
-
-
 def _summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
-
-
-def _latency_fields(latencies: Mapping[str, LatencySummary | None]) -> dict[str, float | None]:
-    fields: dict[str, float | None] = {}
-    for name, of in latencies.items():
-        fields[f"mean_{name}_ms"] = of.mean if of else None
-        fields[f"median_{name}_ms"] = of.median if of else None
-        fields[f"std_{name}_ms"] = of.std if of else None
-        for p in PERCENTILES:
-            fields[f"p{p}_{name}_ms"] = of.percentiles[p] if of else None
-    return fields
 
 
 def _speculation_fields(total: Speculation) -> dict[str, Any]:

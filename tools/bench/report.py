@@ -12,7 +12,6 @@ from specwire.cli.terminal import passes
 from tools.bench.metrics import (
     METRICS,
     PERCENTILES,
-    LatencySummary,
     RequestRecord,
     Summary,
     latencies_ms,
@@ -34,13 +33,24 @@ def table(summary: Summary, records: Sequence[RequestRecord]) -> str:
     columns = ("mean", "median", *(f"p{p}" for p in PERCENTILES if p != 50))
     lines += ["", f"{'milliseconds':<44}" + "".join(f"{column:>10}" for column in columns)]
     for name, about in METRICS.items():
-        lines.append(f"{name.upper():<5} {about:<38}" + _cells(summary.latencies[name]))
-    return "\n".join(lines + _errors(records))
+        of, cells = summary.latencies[name], ["-"] * len(columns)
+        if of is not None:
+            values = (of.mean, of.median, *(of.percentiles[p] for p in PERCENTILES if p != 50))
+            cells = [f"{value:.2f}" for value in values]
+        lines.append(f"{name.upper():<5} {about:<38}" + "".join(f"{cell:>10}" for cell in cells))
+    # A few distinct error messages, which say more than counts.
+    messages = list(dict.fromkeys(record.error for record in records if not record.completed))
+    lines += ["", *(f"error: {message}" for message in messages[:_NUM_ERRORS_SHOWN])] if messages else []
+    if len(messages) > _NUM_ERRORS_SHOWN:
+        lines.append(f"... and {len(messages) - _NUM_ERRORS_SHOWN} other messages")
+    return "\n".join(lines)
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.errors.items()))
+    failed = f"{summary.failed} failed ({counts})" if counts else f"{summary.failed} failed"
     rows = [
-        ("requests", f"{summary.completed} completed, {summary.failed} failed{_statuses(summary)}"),
+        ("requests", f"{summary.completed} completed, {failed}"),
         ("duration", f"{summary.duration_s:.2f} s"),
         ("tokens", f"{summary.total_input_tokens} in, {summary.total_output_tokens} out"),
         ("request throughput", f"{summary.request_throughput:.2f} requests/s"),
@@ -56,11 +66,6 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.max_send_delay_ms is not None:
         rows.append(("send delay", f"{summary.max_send_delay_ms:.1f} ms at most, sender against schedule"))
     return rows + _acceptance(summary)
-
-
-def _statuses(summary: Summary) -> str:
-    counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.errors.items()))
-    return f" ({counts})" if counts else ""
 
 
 def _acceptance(summary: Summary) -> list[tuple[str, str]]:
@@ -83,21 +88,6 @@ def _acceptance(summary: Summary) -> list[tuple[str, str]]:
     return rows
 
 
-def _cells(of: LatencySummary | None) -> str:
-    if of is None:
-        return f"{'-':>10}" * (len(PERCENTILES) + 1)
-    values = (of.mean, of.median, *(of.percentiles[p] for p in PERCENTILES if p != 50))
-    return "".join(f"{value:>10.2f}" for value in values)
-
-
-def _errors(records: Sequence[RequestRecord]) -> list[str]:
-    """A few distinct error messages, which say more than counts."""
-    messages = list(dict.fromkeys(record.error for record in records if not record.completed))
-    lines = [f"error: {message}" for message in messages[:_NUM_ERRORS_SHOWN]]
-    more = len(messages) - _NUM_ERRORS_SHOWN
-    return ["", *lines, *([f"... and {more} other messages"] if more > 0 else [])] if lines else []
-
-
 def result(
     settings: dict[str, Any], summary: Summary, records: Sequence[RequestRecord], *, detailed: bool
 ) -> dict[str, Any]:
@@ -105,12 +95,11 @@ def result(
 
     The lists have vLLM's names and, as there, hold seconds; they are ordered by the time of sending.
     """
-    details = _details(sorted(records, key=lambda record: record.start_s)) if detailed else {}
-    return settings | summary.to_dict() | details
-
-
-def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    return {
+    found = settings | summary.to_dict()
+    if not detailed:
+        return found
+    records = sorted(records, key=lambda record: record.start_s)
+    return found | {
         "start_times": [record.start_s for record in records],
         "input_lens": [record.num_input_tokens for record in records],
         "output_lens": [record.num_output_tokens for record in records],

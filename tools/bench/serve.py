@@ -153,17 +153,15 @@ class Measurement:
     async def _attempt(self, index: int) -> tuple[RequestRecord, SpecwireError | None]:
         """What came of sending a request once, and why it failed if it did."""
         record, prompt = RequestRecord(), self._prompts[index % len(self._prompts)]
+        seed = (self._load.seed + index) % _MAX_SEED
+        max_tokens = prompt.max_tokens or self._params.max_tokens
+        params = dataclasses.replace(self._params, seed=seed, max_tokens=max_tokens)
         try:
-            await self._backend.send(prompt, self._params_of(prompt, index), record, self._now_s)
+            await self._backend.send(prompt, params, record, self._now_s)
         except SpecwireError as error:
             record.status, record.error = error.status, str(error)
             return record, error
         return record, None
-
-    def _params_of(self, prompt: Prompt, index: int) -> SamplingParams:
-        seed = (self._load.seed + index) % _MAX_SEED
-        max_tokens = prompt.max_tokens or self._params.max_tokens
-        return dataclasses.replace(self._params, seed=seed, max_tokens=max_tokens)
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._start_s

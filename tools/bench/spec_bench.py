@@ -129,19 +129,17 @@ def run(config: ClientConfig, args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {args.output}: cannot be written ({error})") from None
     with Client(config.server, timeout_s=config.timeout_s, **config.credentials) as client:
         target, draft = client.get_model_info()
-        chosen = _chosen(args.methods, methods(target, draft))
+        known = methods(target, draft)
+        for name in args.methods:
+            if name not in known:
+                raise ConfigError(f"--methods {name}: is not one of this server's: {', '.join(known)}")
+        asked = (PLAIN, *args.methods) if args.methods else known
+        chosen = {name: changes for name, changes in known.items() if name in asked}
         found = _ask(client, target, questions, chosen, params, args.output)
     text = page(found)
     (args.output / "spec-bench.md").write_text(text, encoding="utf-8")
     print(text, end="")
     return 0
-
-
-def _chosen(names: Sequence[str], known: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--methods {name}: is not one of this server's: {', '.join(known)}")
-    return {name: known[name] for name in known if not names or name in (PLAIN, *names)}
 
 
 def _ask(

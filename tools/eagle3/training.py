@@ -7,9 +7,7 @@ goes on.
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specwire.config.cpu import is_native
-from specwire.engine.heads.files import replace_file
 from specwire.engine.model.drafter import bare_rows
 from specwire.engine.model.eagle3 import Eagle3, read_settings
-from specwire.support import IntArray
 from tools.drafts import TrainEagle3Config
 from tools.eagle3.unrolled import loss_of
 from tools.heads.states import Kept
@@ -35,8 +31,6 @@ _RATE, _WARMUP = 2e-3, 0.02
 _SAVE_STEPS = 50
 _PARTIAL = "training.pt"
 
-Optimizers = Sequence[torch.optim.Optimizer]
-
 
 def train(config: TrainEagle3Config, bar: Bar) -> Path:
     """Train an EAGLE-3 and write it; returns its directory.
@@ -47,7 +41,9 @@ def train(config: TrainEagle3Config, bar: Bar) -> Path:
     """
     model, text, of = prepared(config, _WINDOW)
     made = layer_config(model, config.draft_vocab_size)
-    drafter = untrained(model, made, _most_frequent(text, made["vocab_size"], made["draft_vocab_size"]))
+    counts = np.bincount(text, minlength=made["vocab_size"])
+    most_frequent = np.sort(np.argsort(-counts, kind="stable")[: made["draft_vocab_size"]])
+    drafter = untrained(model, made, torch.from_numpy(most_frequent.astype(np.int64)))
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     name = f"{of} {text_name(text)} {config.depth} {config.steps} {made['draft_vocab_size']}"
@@ -88,12 +84,6 @@ def layer_config(model: Any, draft_vocab_size: int) -> dict[str, Any]:
     return made | {"draft_vocab_size": most, "eagle_config": named}
 
 
-def _most_frequent(text: IntArray, vocab_size: int, most: int) -> Tensor:
-    """int64 [most], in ascending order."""
-    counts = np.bincount(text, minlength=vocab_size)
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int64))
-
-
 def untrained(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:
     """At random, with the target's output layer for these tokens; `made` as of `layer_config`."""
     torch.manual_seed(0)
@@ -117,7 +107,12 @@ def _fit(model: Any, drafter: Eagle3, text: Tensor, config: TrainEagle3Config, k
     ]
     if inside:
         optimizers.insert(0, torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
-    num_done = _restore(kept, drafter, optimizers)
+    num_done = 0
+    if before := kept.load(_PARTIAL):
+        drafter.load_state_dict(before["drafter"])
+        for optimizer, state in zip(optimizers, before["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        num_done = before["num_done"]
     with bar("steps", config.steps) as advance:
         advance(num_done)
         for step in range(num_done, config.steps):
@@ -133,7 +128,8 @@ def _fit(model: Any, drafter: Eagle3, text: Tensor, config: TrainEagle3Config, k
                 optimizer.zero_grad(set_to_none=True)
             advance(1)
             if (step + 1) % _SAVE_STEPS == 0:
-                _save(kept, step + 1, drafter, optimizers)
+                done = {"num_done": step + 1, "drafter": drafter.state_dict()}
+                kept.save(_PARTIAL, done | {"optimizers": [each.state_dict() for each in optimizers]})
 
 
 def _windows(text: Tensor, step: int) -> Tensor:
@@ -141,22 +137,3 @@ def _windows(text: Tensor, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - _WINDOW + 1, (_NUM_WINDOWS,), generator=generator)
     return text[starts[:, None] + torch.arange(_WINDOW)]
-
-
-def _save(kept: Kept, num_done: int, drafter: Eagle3, optimizers: Optimizers) -> None:
-    data = io.BytesIO()
-    done = {"name": kept.name, "num_done": num_done, "drafter": drafter.state_dict()}
-    torch.save(done | {"optimizers": [each.state_dict() for each in optimizers]}, data)
-    replace_file(kept.directory / _PARTIAL, data.getvalue())
-
-
-def _restore(kept: Kept, drafter: Eagle3, optimizers: Optimizers) -> int:
-    """Steps of an interrupted training of this name, whose result the drafter becomes."""
-    partial = kept.directory / _PARTIAL
-    found: dict[str, Any] = torch.load(partial) if partial.is_file() else {"name": ""}
-    if found["name"] != kept.name:
-        return 0
-    drafter.load_state_dict(found["drafter"])
-    for optimizer, state in zip(optimizers, found["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
-    return int(found["num_done"])

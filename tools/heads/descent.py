@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from specwire.engine.heads.files import replace_file
 from specwire.engine.heads.model import Head
 from tools.heads.fit import Inputs
 from tools.heads.states import Advance, Kept
@@ -35,8 +32,13 @@ def descend(
     weights = [Head(*(weight.clone().requires_grad_() for weight in head)) for head in heads]
     parameters = [weight for head in weights for weight in head]
     optimizer = torch.optim.AdamW(parameters, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    path, name = kept.directory / _FILE, kept.name
-    num_done = _restore(path, name, parameters, optimizer)
+    num_done = 0
+    if before := kept.load(_FILE):
+        with torch.no_grad():
+            for parameter, saved in zip(parameters, before["parameters"], strict=True):
+                parameter.copy_(saved)
+        optimizer.load_state_dict(before["optimizer"])
+        num_done = before["step"]
     advance(num_done)
     for step in range(num_done, num_steps):
         for group in optimizer.param_groups:
@@ -49,7 +51,8 @@ def descend(
         optimizer.step()
         advance(1)
         if (step + 1) % _SAVE_STEPS == 0:
-            _save(path, name, step + 1, parameters, optimizer)
+            state = {"step": step + 1, "parameters": parameters, "optimizer": optimizer.state_dict()}
+            kept.save(_FILE, state)
     return [Head(*(weight.detach() for weight in head)) for head in weights]
 
 
@@ -62,24 +65,3 @@ def _loss(inputs: Inputs, heads: Sequence[Head], output: Any, index: Tensor) -> 
             wanted = output(inputs.text.states_at(index + depth + 1)).softmax(dim=-1)
         losses.append(F.cross_entropy(output(states), wanted))
     return torch.stack(losses).mean()
-
-
-def _save(path: Path, name: str, step: int, parameters: Sequence[Tensor], optimizer: Any) -> None:
-    data = io.BytesIO()
-    kept = {"name": name, "step": step, "parameters": parameters, "optimizer": optimizer.state_dict()}
-    torch.save(kept, data)
-    replace_file(path, data.getvalue())
-
-
-def _restore(path: Path, name: str, parameters: Sequence[Tensor], optimizer: Any) -> int:
-    """Steps that were done before, whose result the parameters become."""
-    if not path.is_file():
-        return 0
-    found = torch.load(path)
-    if found["name"] != name:
-        return 0
-    with torch.no_grad():
-        for parameter, saved in zip(parameters, found["parameters"], strict=True):
-            parameter.copy_(saved)
-    optimizer.load_state_dict(found["optimizer"])
-    return int(found["step"])

@@ -9,7 +9,7 @@ of each are minimised by the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,6 @@ class Inputs:
         self._embedding = embedding
         self.index = text.starts(num_following)
 
-    def chunks(self) -> Iterator[Tensor]:
-        """The indices of some states after others."""
-        return iter(torch.split(self.index, _CHUNK))
-
     def embeddings(self, index: Tensor, depth: int) -> Tensor:
         """Float32 [n, embedding_size], of the token that head number `depth` is given."""
         return self._embedding(self.text.tokens_at(index + depth + 1)).float()
@@ -65,7 +61,7 @@ def fit(inputs: Inputs, heads: Sequence[Head], num_features: int, advance: Advan
     depth = len(heads)
     gram: Any = 0
     moments: Any = 0
-    for index in inputs.chunks():
+    for index in torch.split(inputs.index, _CHUNK):
         x = torch.cat([inputs.after(heads, index), inputs.embeddings(index, depth)], dim=-1)
         features = torch.cat([Head(up, up_bias, up, up).features(x), torch.ones(len(x), 1)], dim=-1)
         gram = gram + (features.T @ features).double()

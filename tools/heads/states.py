@@ -6,7 +6,7 @@ interrupted goes on where it was, and memory does not grow with the text.
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from specwire.support import IntArray
 
 WINDOW = 512
 """Tokens of a window; its first ones have little before them, as in a short prompt."""
-_STATES, _PROGRESS = "states.float16", "states.json"
+_STATES, _PROGRESS = "states.float16", "states.pt"
 
 Advance = Callable[[int], None]
 """Told of so many more units of work that are done."""
@@ -38,6 +38,18 @@ class Kept(NamedTuple):
 
     directory: Path
     name: str
+
+    def save(self, file: str, what: dict[str, Any]) -> None:
+        """Write this as a whole."""
+        data = io.BytesIO()
+        torch.save(what | {"name": self.name}, data)
+        replace_file(self.directory / file, data.getvalue())
+
+    def load(self, file: str) -> dict[str, Any]:
+        """What was saved there; empty if nothing was under this name."""
+        path = self.directory / file
+        found: dict[str, Any] = torch.load(path) if path.is_file() else {}
+        return found if found.get("name") == self.name else {}
 
 
 class Text(NamedTuple):
@@ -73,11 +85,10 @@ def run_text(model: Any, token_ids: IntArray, kept: Kept, advance: Advance) -> T
         advance: told of tokens.
     """
     state_size = model.get_output_embeddings().weight.shape[1]
-    directory, name = kept
-    num_done = _num_done(directory / _PROGRESS, name)
+    num_done: int = kept.load(_PROGRESS).get("num_tokens", 0)
     shape = len(token_ids), state_size
     mode: Any = "r+" if num_done else "w+"
-    states = np.memmap(directory / _STATES, np.float16, mode, shape=shape)
+    states = np.memmap(kept.directory / _STATES, np.float16, mode, shape=shape)
     shown = States(model)
     advance(num_done)
     for start in range(num_done, len(token_ids), WINDOW):
@@ -86,16 +97,6 @@ def run_text(model: Any, token_ids: IntArray, kept: Kept, advance: Advance) -> T
         found = shown.beside(logits)[:, logits.shape[1] :]
         states[start : start + len(window)] = found.to("cpu", torch.float16).numpy()
         states.flush()
-        progress = {"name": name, "num_tokens": start + len(window)}
-        replace_file(directory / _PROGRESS, json.dumps(progress).encode())
+        kept.save(_PROGRESS, {"num_tokens": start + len(window)})
         advance(len(window))
     return Text(token_ids, states)
-
-
-def _num_done(path: Path, name: str) -> int:
-    """Tokens whose states are there, of this name."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return 0
-    return int(found["num_tokens"]) if found["name"] == name else 0

@@ -31,6 +31,7 @@ from tools.heads.states import WINDOW, Kept, run_text
 _PARTIAL = "training"
 """What is kept in case of an interruption, in the heads' directory; removed at the end."""
 
+_FITTED = "heads.pt"
 _CHARS = 16
 """Of the text that are encoded for each token that is wanted."""
 
@@ -50,7 +51,7 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
     out = Path(config.out)
     partial = out / _PARTIAL
     partial.mkdir(parents=True, exist_ok=True)
-    kept = Kept(partial, _name(fingerprint, token_ids))
+    kept = Kept(partial, f"{fingerprint} {text_name(token_ids)}")
     with bar("states", len(token_ids)) as advance:
         text = run_text(model, token_ids, kept, advance)
     inputs = Inputs(text, target.embedding, config.num_heads)
@@ -77,7 +78,7 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
 
 
 def prepared(config: TrainingConfig, least: int) -> tuple[Any, IntArray, str]:
-    """The target, the text's tokens and the fingerprint of the target's weights.
+    """The target, the text's tokens (int64 [num_tokens]) and the fingerprint of the target's weights.
 
     Args:
         least: tokens that the text must have.
@@ -88,16 +89,6 @@ def prepared(config: TrainingConfig, least: int) -> tuple[Any, IntArray, str]:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     source = str(embedded.TARGET_DIR) if config.target == EMBEDDED else config.target
-    token_ids = _token_ids(config, source, least)
-    return _load_target(source), token_ids, weights_fingerprint(model_directory(source))
-
-
-def _token_ids(config: TrainingConfig, source: str, least: int) -> IntArray:
-    """The text's, int64 [num_tokens].
-
-    Raises:
-        ConfigError: it has fewer than so many, or the target has no tokenizer.
-    """
     loaded = tokenizer.load(source)
     if loaded is None:
         raise ConfigError(f"--target {config.target}: has no tokenizer")
@@ -105,39 +96,23 @@ def _token_ids(config: TrainingConfig, source: str, least: int) -> IntArray:
     token_ids = np.array(loaded.encode(text[: _CHARS * config.tokens])[: config.tokens], np.int64)
     if len(token_ids) < least:
         raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {least}")
-    return token_ids
-
-
-def _load_target(source: str) -> Any:
-    """The target in float32 on the CPU, as transformers runs it."""
-    with errors_naming(source):
+    with errors_naming(source):  # the target in float32 on the CPU, as transformers runs it
         read_config(source)
         model = load_weights(source, "float32")
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         model.requires_grad_(False)
-    return model
+    return model, token_ids, weights_fingerprint(model_directory(source))
 
 
 def _fitted(inputs: Inputs, num_heads: int, num_features: int, kept: Kept, bar: Bar) -> list[Head]:
     """All heads in closed form; those that are kept already are not fitted again."""
-    path, name = kept.directory / "heads.pt", kept.name
-    heads: list[Head] = []
-    if path.is_file():
-        found = torch.load(path)
-        heads = [Head(*head) for head in found["heads"]] if found["name"] == name else []
+    heads = [Head(*head) for head in kept.load(_FITTED).get("heads", ())]
     with bar("closed form", num_heads * len(inputs.index)) as advance:
         advance(len(heads) * len(inputs.index))
         while len(heads) < num_heads:
             heads.append(fit(inputs, heads, num_features, advance))
-            partial = path.with_suffix(".partial")
-            torch.save({"name": name, "heads": [tuple(head) for head in heads]}, partial)
-            partial.replace(path)
+            kept.save(_FITTED, {"heads": [tuple(head) for head in heads]})
     return heads
-
-
-def _name(fingerprint: str, token_ids: IntArray) -> str:
-    """Of a model and a text."""
-    return f"{fingerprint} {text_name(token_ids)}"
 
 
 def text_name(token_ids: IntArray) -> str:

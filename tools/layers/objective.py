@@ -100,11 +100,12 @@ class Trials:
             for text, token_id in zip(self._texts, chosen, strict=True):
                 text.append(token_id)
             pending = [[token_id] for token_id in chosen]
-        self._places = [
-            (_fork(cache, end - 1), text, end)
-            for cache, text, length in zip(self._caches, self._texts, prompt_lens, strict=True)
-            for end in range(length + 1, length + 1 + NUM_PLACES * _STRIDE, _STRIDE)
-        ]
+        self._places: list[tuple[SequenceCache, list[int], int]] = []
+        for cache, text, length in zip(self._caches, self._texts, prompt_lens, strict=True):
+            for end in range(length + 1, length + 1 + NUM_PLACES * _STRIDE, _STRIDE):
+                fork = cache.fork()
+                fork.truncate(end - 1)
+                self._places.append((fork, text, end))
 
     def reached(self, left_out: Blocks) -> list[float]:
         """[num_draft_tokens], the share of places where so many draft tokens, or more, are right."""
@@ -123,7 +124,7 @@ class Trials:
             fork.truncate(end - 1)
         return reached
 
-    def costs(self, blocks: ModelBlocks, clock_s: Callable[[], float] = time.perf_counter) -> Costs:
+    def costs(self, blocks: ModelBlocks) -> Costs:
         """The least that was measured, kinds of passes in turns: other work of the machine only adds."""
         cache, text = self._caches[0], self._texts[0]
         length, token_ids = cache.length, [text[-1]] * (self._num_draft_tokens + 1)
@@ -143,9 +144,9 @@ class Trials:
         times: list[list[float]] = [[] for _ in runs]
         for _ in range(_REPETITIONS):
             for run, found in zip(runs, times, strict=True):
-                started_s = clock_s()
+                started_s = time.perf_counter()
                 run()
-                found.append((clock_s() - started_s) * 1e3)
+                found.append((time.perf_counter() - started_s) * 1e3)
                 cache.truncate(length)
         without_attention, without_mlp, *passes = map(min, times)
         saved = [(passes[0] - each) / blocks.num_layers for each in (without_attention, without_mlp)]
@@ -163,9 +164,3 @@ def num_pages(num_prompts: int, longest_prompt: int, num_draft_tokens: int, page
     text_len = longest_prompt + 1 + NUM_PLACES * _STRIDE + 2 * num_draft_tokens + 1
     pages_of_fork = -(-num_draft_tokens // page_size) + 1
     return num_prompts * (-(-text_len // page_size) + 1 + NUM_PLACES * pages_of_fork)
-
-
-def _fork(cache: SequenceCache, length: int) -> SequenceCache:
-    fork = cache.fork()
-    fork.truncate(length)
-    return fork

@@ -77,7 +77,17 @@ def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
         tried = search(blocks.all(), evaluate, config.trials)
         trials.close()
     directory = boot.model_directory(source)
-    found = _found(config.target, weights_fingerprint(directory), tried)
+    best = max(tried, key=lambda each: each.speedup)
+    found = Found(
+        target=Path(config.target).name,
+        target_fingerprint=weights_fingerprint(directory),
+        skip=skip_text(best.blocks),
+        num_draft_tokens=best.num_draft_tokens,
+        tokens_a_pass=best.tokens_a_pass,
+        cost=best.cost,
+        speedup=best.speedup,
+        num_tried=len(tried),
+    )
     files.save(Path(config.out) if config.out else directory / BESIDE, found)
     return found, tried
 
@@ -169,17 +179,3 @@ def _prompts(config: SearchLayersConfig, source: str) -> list[list[int]]:
     if not pieces:
         raise ConfigError(f"--text {config.text}: is too short for {config.prompts} prompts")
     return pieces
-
-
-def _found(target: str, fingerprint: str, tried: Sequence[Promise]) -> Found:
-    best = max(tried, key=lambda each: each.speedup)
-    return Found(
-        target=Path(target).name,
-        target_fingerprint=fingerprint,
-        skip=skip_text(best.blocks),
-        num_draft_tokens=best.num_draft_tokens,
-        tokens_a_pass=best.tokens_a_pass,
-        cost=best.cost,
-        speedup=best.speedup,
-        num_tried=len(tried),
-    )

@@ -1,7 +1,7 @@
 """An emulated network between two services: a TCP proxy with latency, jitter and a bandwidth limit.
 
     client ──▶ [ (bytes, due), (bytes, due), ... ] ──▶ service
-    client ◀── [ ..., (due, bytes), (due, bytes) ] ◀── service        (`delay_line`)
+    client ◀── [ ..., (due, bytes), (due, bytes) ] ◀── service
 
 Opening, half-closing and resetting a connection are delayed like its bytes. Unlike a real network, it loses
 no packets, has no congestion window (but 4 MiB in flight for each connection and direction), and accepts a
@@ -12,19 +12,123 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import itertools
 import logging
+import math
+import random
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 
 from specwire.config.fields import split_address
 from specwire.config.link import Link, ProxyConfig
 from specwire.errors import ConfigError
 from tools.proxy.alarm import Alarm
-from tools.proxy.delay_line import DelayLine, LinkDirection, Signal
 
 log = logging.getLogger(__name__)
+
+MAX_HELD_BYTES = 4 << 20
+_MIN_PIECE_BYTES = 1500
+_MAX_PIECE_S = 1e-3
+
+
+class Signal(enum.Enum):
+    """An event of a connection, which is delayed like its bytes."""
+
+    OPEN = enum.auto()
+    END = enum.auto()
+    RESET = enum.auto()
+
+
+class LinkDirection:
+    """One direction of the link, shared by all connections: it sends one piece after the other."""
+
+    def __init__(self, link: Link) -> None:
+        self.is_stalled = False
+        self.change(link)
+
+    def change(self, link: Link) -> None:
+        """Use these settings for bytes that arrive from now on."""
+        self.link = link
+        self._free_at_s = -math.inf
+
+    def send(self, num_bytes: int) -> float:
+        """When the last of these bytes is sent, in seconds of the monotonic clock."""
+        self._free_at_s = max(self._free_at_s, time.monotonic()) + num_bytes / self.link.bytes_per_s
+        return self._free_at_s
+
+
+class DelayLine:
+    """One direction of one connection: pieces, each of which waits until it is due.
+
+    Many are in flight at a time, so the delay does not limit the throughput; without a bandwidth limit,
+    `MAX_HELD_BYTES` per one-way delay does. They are never reordered: one that is due before its predecessor,
+    by jitter or a change of the link, waits for it.
+    """
+
+    def __init__(self, lane: LinkDirection, alarm: Alarm, source: _End, sink: _End, seed: str) -> None:
+        self._lane, self._alarm = lane, alarm
+        self._source, self._sink = source, sink
+        self._random = random.Random(seed)
+        self._pieces: deque[tuple[float, bytes | Signal]] = deque()
+        self.num_held_bytes = 0
+        self._alarm_s = -math.inf
+        self._has_ended = False
+        self.is_closed = False
+
+    def put(self, what: bytes | Signal) -> None:
+        """Send bytes or a signal; after END only RESET is accepted."""
+        if self.is_closed or (self._has_ended and what is not Signal.RESET):
+            return
+        self._has_ended = what is Signal.END
+        link = self._lane.link
+        delay_s = (link.rtt_ms / 2 + self._random.uniform(-link.jitter_ms, link.jitter_ms)) / 1e3
+        was_empty = not self._pieces
+        for piece in _pieces(what, link.bytes_per_s):
+            num_bytes = 0 if isinstance(piece, Signal) else len(piece)
+            self._pieces.append((self._lane.send(num_bytes) + delay_s, piece))
+            self.num_held_bytes += num_bytes
+        if self.num_held_bytes >= MAX_HELD_BYTES:
+            self._source.pause_reading()
+        if was_empty or what is Signal.RESET:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Deliver what is due, as far as the sink accepts it, and set the alarm for the rest."""
+        while self._pieces and not self._lane.is_stalled:
+            # A reset is delivered even to a sink that does not read.
+            if not (self._sink.takes_more or self._pieces[-1][1] is Signal.RESET):
+                break
+            due_s, piece = self._pieces[0]
+            if due_s > time.monotonic():
+                if due_s != self._alarm_s:
+                    self._alarm_s = due_s
+                    self._alarm.set(due_s, self.deliver)
+                break
+            self._pieces.popleft()
+            self.num_held_bytes -= 0 if isinstance(piece, Signal) else len(piece)
+            self._sink.take(piece)
+        if self.num_held_bytes <= MAX_HELD_BYTES // 2:
+            self._source.resume_reading()
+
+    def close(self) -> None:
+        """The sink is closed or unreachable: bytes in flight are lost, and so are later ones."""
+        self.is_closed = True
+        self._pieces.clear()
+        self.num_held_bytes = 0
+
+
+def _pieces(what: bytes | Signal, bytes_per_s: float) -> Iterator[bytes | Signal]:
+    """Pieces that occupy the link for a millisecond, so that the first byte does not wait for the last."""
+    if isinstance(what, Signal) or math.isinf(bytes_per_s):
+        yield what
+        return
+    step = max(_MIN_PIECE_BYTES, int(bytes_per_s * _MAX_PIECE_S))
+    for start in range(0, len(what), step):
+        yield what[start : start + step]
 
 
 class DelayProxy:
@@ -76,9 +180,8 @@ class DelayProxy:
             connection.cut()
 
     def _accept(self) -> asyncio.Protocol:
-        connection = _Connection(self.to, self._connections.discard)
         seed = f"{self._link.seed}/{next(self._numbers)}"
-        connection.set_lines(self._lanes, self._alarm, seed)
+        connection = _Connection(self.to, self._connections, self._lanes, self._alarm, seed)
         self._connections.add(connection)
         return connection.client
 
@@ -86,24 +189,25 @@ class DelayProxy:
 class _Connection:
     """A client's connection, and its connection to the service."""
 
-    def __init__(self, to: tuple[str, int], forget: Callable[[_Connection], None]) -> None:
-        self._to, self._forget = to, forget
+    def __init__(
+        self,
+        to: tuple[str, int],
+        others: set[_Connection],
+        lanes: tuple[LinkDirection, LinkDirection],
+        alarm: Alarm,
+        seed: str,
+    ) -> None:
+        """Args:
+        others: of its proxy, from which it removes itself at its end.
+        """
+        self._to, self._others = to, others
         self._opening: asyncio.Task[None] | None = None
         self.client, self.service = _End(self), _End(self)
-
-    def set_lines(self, lanes: tuple[LinkDirection, LinkDirection], alarm: Alarm, seed: str) -> None:
-        """Create the lines of both directions."""
-        self.there = DelayLine(lanes[0], alarm, self.client, self.service, f"{seed}/there")
-        self.back = DelayLine(lanes[1], alarm, self.service, self.client, f"{seed}/back")
-        self.lines = self.there, self.back
-
-    def out_of(self, end: _End) -> DelayLine:
-        """The line that carries what this end sends."""
-        return self.there if end is self.client else self.back
-
-    def into(self, end: _End) -> DelayLine:
-        """The line that carries what this end receives."""
-        return self.back if end is self.client else self.there
+        there = DelayLine(lanes[0], alarm, self.client, self.service, f"{seed}/there")
+        back = DelayLine(lanes[1], alarm, self.service, self.client, f"{seed}/back")
+        self.lines = there, back
+        self.client.outgoing = self.service.incoming = there
+        self.service.outgoing = self.client.incoming = back
 
     def open(self) -> None:
         """Connect to the service."""
@@ -125,13 +229,19 @@ class _Connection:
         self.service.reset()
 
     def end_is_gone(self) -> None:
-        """Called by an end."""
         if self.client.is_gone and self.service.is_gone:
-            self._forget(self)
+            self._others.discard(self)
 
 
 class _End(asyncio.Protocol):
-    """One of the two sockets of a connection. (asyncio itself sets TCP_NODELAY.)"""
+    """One of the two sockets of a connection. (asyncio itself sets TCP_NODELAY.)
+
+    Attributes:
+        outgoing, incoming: lines that carry what it sends and what it receives.
+    """
+
+    outgoing: DelayLine
+    incoming: DelayLine
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -149,24 +259,24 @@ class _End(asyncio.Protocol):
             return
         self._transport = transport
         if self is self._connection.client:
-            self._connection.there.put(Signal.OPEN)
+            self.outgoing.put(Signal.OPEN)
         else:
             self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        self._connection.out_of(self).put(data)
+        self.outgoing.put(data)
 
     def eof_received(self) -> bool:
         self._has_read_all = True
-        self._connection.out_of(self).put(Signal.END)
+        self.outgoing.put(Signal.END)
         self._close_if_over()
         return True  # the other direction stays open
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_gone = True
-        self._connection.into(self).close()
+        self.incoming.close()
         if exc is not None or not self._has_read_all:
-            self._connection.out_of(self).put(Signal.RESET)
+            self.outgoing.put(Signal.RESET)
         self._connection.end_is_gone()
 
     def pause_writing(self) -> None:
@@ -174,7 +284,7 @@ class _End(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.takes_more = True
-        self._connection.into(self).deliver()
+        self.incoming.deliver()
 
     # Called by the lines:
 
@@ -215,7 +325,7 @@ class _End(asyncio.Protocol):
             self.connection_lost(None)
 
     def _close_if_over(self) -> None:
-        has_all = self._has_written_all or self._connection.into(self).is_closed
+        has_all = self._has_written_all or self.incoming.is_closed
         if self._transport is not None and self._has_read_all and has_all:
             self._transport.close()
 

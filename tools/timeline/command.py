@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specwire.cli.signals import end_on_signals
+from specwire.cli.process import end_on_signals
 from specwire.config import extras
 from specwire.config.fields import split_address
 from specwire.config.flags import flag_name, read_config
@@ -28,7 +28,6 @@ from tools.timeline.generation import GenerationTrace, choose, generations, is_c
 from tools.timeline.spans import RecordedSpan
 
 if TYPE_CHECKING:
-    from specwire.client.client import Client
     from tools.timeline.receiver import Receiver
 
 _ABOUT = "draw a timeline of one generation from its spans"
@@ -43,6 +42,16 @@ examples:
 _ROUNDS = f"show rounds A to B - 1 (default: all, and in the picture the {picture.MAX_ROUNDS} in the middle)"
 _SETTLE_S = 15.0
 """Wait for the services' spans after the root: exporters send every 5 s by default."""
+_EXPORT_ALL = {
+    "OTEL_SDK_DISABLED": "false",
+    "OTEL_TRACES_EXPORTER": "otlp",
+    "OTEL_TRACES_SAMPLER": "always_on",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+    "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+    "no_grpc_proxy": "127.0.0.1",
+}
+"""Variables with which services export every span, overriding this process's own."""
 
 
 def add_command(commands: Any) -> None:
@@ -109,11 +118,8 @@ def _check(args: argparse.Namespace) -> None:
     files.check_place("--perfetto", args.perfetto)
     if args.out.suffix not in ("", ".svg"):
         raise ConfigError(f"--out {args.out}: the picture is an SVG, NAME.svg")
-    if not args.live:
-        _check_without_live(args)
-
-
-def _check_without_live(args: argparse.Namespace) -> None:
+    if args.live:
+        return
     fields = (*dataclasses.fields(LiveConfig), *dataclasses.fields(SamplingParams))
     given = [field.name for field in fields if field.name in args and field.name != "max_tokens"]
     given += [name for name in ("prompt", "token_ids") if getattr(args, name) is not None]
@@ -141,41 +147,21 @@ def _live(args: argparse.Namespace) -> GenerationTrace:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # which logs a warning for each child
     from specwire.cli.supervisor import Stack
     from specwire.client.client import Client
+    from tools.bench import prompts
 
     receiver = _receiver("127.0.0.1:0")
     config, params = read_config(LiveConfig, args, os.environ), sampling_params(args)
     trace_id = secrets.token_hex(16)
     with receiver:
-        with Stack(config, _environ(receiver.endpoint)) as stack, Client(stack.address) as client:
-            prompt = _prompt(client, args)
+        environ = _EXPORT_ALL | {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": receiver.endpoint}
+        with Stack(config, environ) as stack, Client(stack.address) as client:
+            prompt = {"prompt": args.prompt, "prompt_token_ids": args.token_ids}
+            if args.prompt is None and args.token_ids is None:
+                built_in = prompts.built_in(client.get_model_info()[0])[0]
+                prompt = {"prompt": built_in.text, "prompt_token_ids": built_in.token_ids}
             client.generate(**prompt, params=params)
             client.generate(**prompt, params=params, traceparent=f"00-{trace_id}-{secrets.token_hex(8)}-01")
         return choose(receiver.spans, trace_id)  # services export the rest when they end
-
-
-def _prompt(client: Client, args: argparse.Namespace) -> dict[str, Any]:
-    from tools.bench import prompts
-
-    if args.token_ids is not None:
-        return {"prompt_token_ids": args.token_ids}
-    if args.prompt is not None:
-        return {"prompt": args.prompt}
-    built_in = prompts.built_in(client.get_model_info()[0])[0]
-    return {"prompt": built_in.text, "prompt_token_ids": built_in.token_ids}
-
-
-def _environ(endpoint: str) -> dict[str, str]:
-    """Variables that export every span to the endpoint, overriding this process's own."""
-    return {
-        "OTEL_SDK_DISABLED": "false",
-        "OTEL_TRACES_EXPORTER": "otlp",
-        "OTEL_TRACES_SAMPLER": "always_on",
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint,
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
-        "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
-        "OTEL_BSP_SCHEDULE_DELAY": "200",
-        "no_grpc_proxy": "127.0.0.1",
-    }
 
 
 def _received(address: str, trace_id: str) -> GenerationTrace:

@@ -80,14 +80,12 @@ def choose(spans: Iterable[RecordedSpan], trace_id: str = "") -> GenerationTrace
     if len(fitting) == 1:
         return fitting[0]
     problem = "choose one with --trace-id" if fitting else f"--trace-id {trace_id}: is not among them"
-    raise ConfigError(f"{problem}: {', '.join(map(_described, fitting or found))}")
-
-
-def _described(generation: GenerationTrace) -> str:
-    root = generation.root
-    others = f" span {root.span_id}" if root.parent_id else ""
-    rounds = len(generation.named("round"))
-    return f"{root.trace_id}{others} ({root.duration_ns / 1e6:.1f} ms, {rounds} rounds)"
+    listed = []
+    for one in fitting or found:
+        others = f" span {one.root.span_id}" if one.root.parent_id else ""
+        figures = f"{one.root.duration_ns / 1e6:.1f} ms, {len(one.named('round'))} rounds"
+        listed.append(f"{one.root.trace_id}{others} ({figures})")
+    raise ConfigError(f"{problem}: {', '.join(listed)}")
 
 
 def is_complete(generation: GenerationTrace) -> bool:

@@ -257,7 +257,10 @@ class _Builder:
         if span.name in map(serving, MODEL_CALLS):
             return self._serve(span)
         if span.name == BarKind.DRAFT_PREPARE:
-            return [self._prepare(span)]
+            user = self.users.get(span.span_id)
+            title = f"{span.name}, not used" if user is None else f"{span.name}, used by round {user}"
+            label = "" if user is None else f"→ {user}"
+            return [self._bar(BarKind.DRAFT_PREPARE, title, self._interval(span), span, label=label)]
         if span.name in ("round", "admission", "accept", *_FINER):
             return [self._bar(BarKind(span.name), span.name, self._interval(span), span)]
         return []
@@ -275,7 +278,12 @@ class _Builder:
         """All of it if it failed; else its parts outside of the service's own span."""
         interval = self._interval(call)
         if not is_answered(call):
-            return [self._bar(BarKind.FAILED, _failure(call), interval, call, label="✗")]
+            why = f"{call.name}: no answer in time"
+            if is_failed(call):
+                address = text(call, names.SERVER_ADDRESS)
+                why = f"{call.name} failed: {text(call, names.ERROR_TYPE) or 'error'}"
+                why += f", at {address}" if address else ""
+            return [self._bar(BarKind.FAILED, why, interval, call, label="✗")]
         parts = self._served(call)
         if not parts:
             return [self._bar(BarKind.UNKNOWN, f"{call.name}, no span of the service", interval, call)]
@@ -301,12 +309,6 @@ class _Builder:
             bars.append(self._bar(BarKind(f"{role}.{part}"), f"{role}.{part}", (start_ns, until_ns), serve))
             start_ns = until_ns
         return [bar for bar in bars if bar.start_ns < bar.end_ns]
-
-    def _prepare(self, span: RecordedSpan) -> Bar:
-        user = self.users.get(span.span_id)
-        title = f"{span.name}, not used" if user is None else f"{span.name}, used by round {user}"
-        label = "" if user is None else f"→ {user}"
-        return self._bar(BarKind.DRAFT_PREPARE, title, self._interval(span), span, label=label)
 
     def _outside(self) -> list[Bar]:
         """Time of the coordinator outside of admission and rounds."""
@@ -382,14 +384,6 @@ def mark(span: RecordedSpan) -> Mark:
 def _stages_of(root: RecordedSpan) -> dict[Stage, float]:
     found = {stage: number(root, names.stage_attribute(stage)) for stage in Stage}
     return {stage: spent_ms for stage, spent_ms in found.items() if spent_ms}
-
-
-def _failure(call: RecordedSpan) -> str:
-    if not is_failed(call):
-        return f"{call.name}: no answer in time"
-    address = text(call, names.SERVER_ADDRESS)
-    reason = text(call, names.ERROR_TYPE) or "error"
-    return f"{call.name} failed: {reason}" + (f", at {address}" if address else "")
 
 
 def _parts_ms(serve: RecordedSpan) -> list[float] | None:

@@ -18,7 +18,15 @@ _PIDS = {lane: number for number, lane in enumerate(Lane, 1)}
 def document(timeline: Timeline) -> dict[str, Any]:
     """The file's content; times are microseconds from the start of the generation."""
     about = {"model": timeline.model, "trace_id": timeline.trace_id, "notes": "\n".join(timeline.notes)}
-    events = [*_names(timeline), _generation(timeline), *_slices(timeline)]
+    whole = {
+        **_place(Lane.COORDINATOR, -1, timeline.start_ns),
+        "ph": "X",
+        "name": names.GENERATE,
+        "cat": names.GENERATE,
+        "args": {f"{stage}_ms": spent_ms for stage, spent_ms in timeline.stages_ms.items()},
+        "dur": (timeline.end_ns - timeline.start_ns) / 1e3,
+    }
+    events = [*_names(timeline), whole, *_slices(timeline)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -34,14 +42,6 @@ def _names(timeline: Timeline) -> list[Event]:
             {"ph": "M", "pid": pid, "tid": n, "name": "thread_name", "args": {"name": lane}} for n in threads
         ]
     return found
-
-
-def _generation(timeline: Timeline) -> Event:
-    """The whole time; its stages are the attributes."""
-    stages_ms = {f"{stage}_ms": spent_ms for stage, spent_ms in timeline.stages_ms.items()}
-    about = {"ph": "X", "name": names.GENERATE, "cat": names.GENERATE, "args": stages_ms}
-    dur = (timeline.end_ns - timeline.start_ns) / 1e3
-    return {**_place(Lane.COORDINATOR, -1, timeline.start_ns), **about, "dur": dur}
 
 
 def _slices(timeline: Timeline) -> list[Event]:

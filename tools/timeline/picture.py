@@ -121,7 +121,12 @@ class _Picture:
         self.bottom = top
 
     def render(self) -> str:
-        parts = [*self._head(), *self._overlaps(), *self._axis()]
+        top, bottom = self.lanes[Lane.DRAFT][0], self.lanes[Lane.VERIFY][1]
+        overlaps = [
+            _rect(self._x(start_ns), top, self._x(end_ns), bottom, _OVERLAP[0])
+            for start_ns, end_ns in self.timeline.overlaps
+        ]
+        parts = [*self._head(), *overlaps, *self._axis()]
         parts += [part for bar in self.timeline.bars for part in self._bar(bar)]
         legend = list(self._legend())
         height = self.bottom + 3 * _LINE + (len(legend) // _LEGEND_A_LINE + 1) * _LINE
@@ -137,11 +142,6 @@ class _Picture:
         yield f'<text x="8" y="{_LINE}" font-size="15" font-weight="bold">One generation of {model}</text>'
         for number, line in enumerate(self.head, 2):
             yield f'<text x="8" y="{number * _LINE}">{html.escape(line)}</text>'
-
-    def _overlaps(self) -> Iterator[str]:
-        top, bottom = self.lanes[Lane.DRAFT][0], self.lanes[Lane.VERIFY][1]
-        for start_ns, end_ns in self.timeline.overlaps:
-            yield _rect(self._x(start_ns), top, self._x(end_ns), bottom, _OVERLAP[0])
 
     def _axis(self) -> Iterator[str]:
         for lane, (top, bottom) in self.lanes.items():

@@ -29,10 +29,17 @@ _GRACE_S = 1.0
 _IDS = ("traceId", "spanId", "parentSpanId")
 
 
-class Store:
-    """The latest spans received, up to a size on the wire; the newest message is always kept."""
+class Receiver(TraceServiceServicer):
+    """Receives while the `with` lasts, and keeps the latest spans.
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    They are kept up to a size on the wire; the newest message always is.
+
+    Attributes:
+        endpoint: what to set OTEL_EXPORTER_OTLP_ENDPOINT to.
+    """
+
+    def __init__(self, address: str = "127.0.0.1:0", max_bytes: int = MAX_BYTES) -> None:
+        self._address = address
         self._changed = threading.Condition()
         self._messages: deque[tuple[int, list[RecordedSpan]]] = deque()
         self._max_bytes = max_bytes
@@ -58,18 +65,6 @@ class Store:
             while self._num_bytes > self._max_bytes and len(self._messages) > 1:
                 self._num_bytes -= self._messages.popleft()[0]
             self._changed.notify_all()
-
-
-class Receiver(Store, TraceServiceServicer):
-    """Receives while the `with` lasts.
-
-    Attributes:
-        endpoint: what to set OTEL_EXPORTER_OTLP_ENDPOINT to.
-    """
-
-    def __init__(self, address: str = "127.0.0.1:0", max_bytes: int = MAX_BYTES) -> None:
-        super().__init__(max_bytes)
-        self._address = address
 
     def __enter__(self) -> Self:
         """Raises:

@@ -17,9 +17,6 @@ from tools.files import read_text
 
 Value = str | bool | int | float | Sequence[Any] | Mapping[str, Any] | None
 
-INTERNAL, SERVER, CLIENT = 1, 2, 3
-_KIND_NAMES = ("unspecified", "internal", "server", "client", "producer", "consumer")
-"""In the order of OTLP's numbers, as Jaeger spells them."""
 _ERROR_CODES = (2, "STATUS_CODE_ERROR")
 
 
@@ -47,7 +44,6 @@ class RecordedSpan:
         trace_id, span_id, parent_id: lower-case hex; `parent_id` of a root is empty.
         start_ns, end_ns: since the epoch, by the clock of the process.
         resource: of the process, including `service.name`.
-        kind: OTLP's number (`INTERNAL`, `SERVER`, `CLIENT`); 0 if not given.
     """
 
     name: str
@@ -59,7 +55,6 @@ class RecordedSpan:
     attributes: Mapping[str, Value]
     resource: Mapping[str, Value]
     is_error: bool = False
-    kind: int = 0
     links: Sequence[SpanLink] = ()
     events: Sequence[SpanEvent] = ()
 
@@ -147,21 +142,12 @@ def _otlp_span(span: dict[str, Any], resource: Mapping[str, Value]) -> RecordedS
         attributes=_attributes(span),
         resource=resource,
         is_error=span.get("status", {}).get("code") in _ERROR_CODES,
-        kind=_kind(span.get("kind", 0)),
         links=tuple(SpanLink(_id(of["traceId"], 16), _id(of["spanId"], 8)) for of in span.get("links", ())),
         events=tuple(
             SpanEvent(str(event.get("name", "")), int(event.get("timeUnixNano", 0)), _attributes(event))
             for event in span.get("events", ())
         ),
     )
-
-
-def _kind(value: Any) -> int:
-    """From a number, OTLP's name or Jaeger's; 0 for any other."""
-    if isinstance(value, str):
-        name = value.removeprefix("SPAN_KIND_").lower()
-        return _KIND_NAMES.index(name) if name in _KIND_NAMES else 0
-    return value if type(value) is int and 0 <= value < len(_KIND_NAMES) else 0
 
 
 def _id(text: str, num_bytes: int) -> str:
@@ -212,7 +198,6 @@ def _jaeger_span(span: dict[str, Any], process: dict[str, Any]) -> RecordedSpan:
         attributes=tags,
         resource={"service.name": process.get("serviceName", ""), **_tags(process)},
         is_error=tags.get("error") is True,
-        kind=_kind(tags.get("span.kind")),
         links=tuple(links),
         events=tuple(
             SpanEvent(str(fields.pop("event", "")), 1000 * int(event["timestamp"]), fields)

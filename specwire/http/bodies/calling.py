@@ -12,7 +12,7 @@ from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.part import Prompt, invalid
 from specwire.http.bodies.tools import Function, rendered
 from specwire.http.tools.forced import format_of_forced, grammar_of_call
-from specwire.http.tools.formats import FORMATS, Format, chosen
+from specwire.http.tools.formats import FORMATS, Format, detected
 from specwire.text.grammar import Grammar
 
 
@@ -77,7 +77,16 @@ class Calling(Sampled):
         return self._format
 
     def prepare(self, chat_template: str, tool_call_parser: str) -> None:
-        self._format = chosen(tool_call_parser, chat_template)
+        """Take note of how the model calls.
+
+        Args:
+            chat_template: of the model; empty without one.
+            tool_call_parser: name of the format of its tool calls; empty to detect it.
+
+        Raises:
+            UnsupportedError: the format is not known.
+        """
+        self._format = FORMATS[tool_call_parser] if tool_call_parser else detected(chat_template)
         if self.active_functions and not self.must_call and self._format is None:
             problem = (
                 f"how this model writes calls is not known; set --tool-call-parser to {', '.join(FORMATS)}"
@@ -105,7 +114,11 @@ class Calling(Sampled):
             raise invalid("tool_choice", "needs tools")
         if self.must_call and not self.callable_functions:
             raise invalid(f"tool_choice{self.path}.name", "is none of the tools")
-        self._check_strict()
+        for i, function in enumerate(self.active_functions):
+            # No grammar holds what the model calls by its own choice.
+            if function.strict and not self.must_call:
+                problem = "true needs tool_choice 'required' or a named function, whose arguments match"
+                raise invalid(f"tools[{i}]{self.path}.strict", problem)
         if self.active_functions and grammar is not None:
             problem = "do not combine with structured output, which excludes calls; tool_choice 'none' does"
             raise invalid("tools", problem)
@@ -116,10 +129,3 @@ class Calling(Sampled):
         """
         if self.effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise invalid(name, "is in chat_template_kwargs too; give one of them")
-
-    def _check_strict(self) -> None:
-        """No grammar holds what the model calls by its own choice."""
-        for i, function in enumerate(self.active_functions):
-            if function.strict and not self.must_call:
-                problem = "true needs tool_choice 'required' or a named function, whose arguments match"
-                raise invalid(f"tools[{i}]{self.path}.strict", problem)

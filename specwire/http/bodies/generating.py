@@ -61,16 +61,6 @@ class Sampled(WithParameters):
     safety_identifier: Any = None
 
     @property
-    def streams(self) -> bool:
-        """Whether the response is streamed."""
-        return bool(self.stream)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk for the usage."""
-        return False
-
-    @property
     def reports_progress(self) -> bool:
         """Whether each chunk of a stream reports the round's draft tokens, speculation and timing."""
         return False
@@ -111,17 +101,6 @@ class Sampled(WithParameters):
         names = PARAMETERS.keys() - {"grammar", "logit_bias", "logprobs", "prompt_logprobs"}
         return {name: value for name in names if (value := getattr(self, name, None)) is not None}
 
-    def prepare(self, chat_template: str, tool_call_parser: str) -> None:
-        """Take note of what depends on the model.
-
-        Args:
-            chat_template: of the model; empty without one.
-            tool_call_parser: name of the format of its tool calls; empty to detect it.
-
-        Raises:
-            UnsupportedError: the model cannot do what is asked for.
-        """
-
     def more_params(self) -> dict[str, Any]:
         """What one API has more of `SamplingParams`."""
         return {}
@@ -151,11 +130,12 @@ class Body(Sampled, Structured):
 
     @property
     def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk for the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def reports_progress(self) -> bool:
-        return self.streams and bool(self.return_fates)
+        return bool(self.stream and self.return_fates)
 
     @property
     def num_choices(self) -> int:
@@ -166,24 +146,22 @@ class Body(Sampled, Structured):
         return 1 if self.use_beam_search else self.num_choices  # one search has all choices of its prompt
 
     def more_params(self) -> dict[str, Any]:
-        return self._beams() | {"logit_bias": _biases(self.logit_bias or {}), "grammar": self.grammar()}
-
-    def _beams(self) -> dict[str, Any]:
-        """Arguments of a beam search, whose n texts are the choices; temperature 0 goes without saying."""
-        if not self.use_beam_search:
-            return {}
-        num = {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
-        return num | {"temperature": self.given.get("temperature", 0)}
+        biases = self.logit_bias or {}
+        for key, bias in biases.items():
+            if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_LEN):
+                raise InvalidRequestError(f"logit_bias[{key[:20]!r}]", bias, "must be keyed by token ids")
+        more: dict[str, Any] = {"logit_bias": {int(key): bias for key, bias in biases.items()}}
+        more["grammar"] = self.grammar()
+        if self.use_beam_search:  # its n texts are the choices; temperature 0 goes without saying
+            more |= {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
+            more["temperature"] = self.given.get("temperature", 0)
+        return more
 
     def check(self) -> None:
-        if self.stream_options is not None and not self.streams:
+        if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only for requests with stream=true")
         if self.response_format is not None:
             self.response_format.check()
-        self._check_beams()
-
-    def _check_beams(self) -> None:
-        """A beam search has its texts at its end, and parameters of its own."""
         if not self.use_beam_search:
             for name in ("length_penalty", "early_stopping"):
                 if name in self.given:
@@ -194,10 +172,3 @@ class Body(Sampled, Structured):
         for name in ("stream", "return_fates"):
             if getattr(self, name):
                 raise invalid(name, "must be false with use_beam_search=true")
-
-
-def _biases(given: dict[str, Any]) -> dict[int, Any]:
-    for key, bias in given.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_LEN):
-            raise InvalidRequestError(f"logit_bias[{key[:20]!r}]", bias, "must be keyed by token ids")
-    return {int(key): bias for key, bias in given.items()}

@@ -65,27 +65,19 @@ _TAGS = {"message": "a message", "function_call": "a call", "function_call_outpu
 """None of them is a field: `validation` tells where an error is by the names of fields."""
 
 
-def _tag_of_item(item: Any) -> str | None:
-    return _TAGS.get(item.get("type") or "message") if isinstance(item, dict) else None
-
-
-def _tag_of_input(given: Any) -> str:
-    return "a list" if isinstance(given, list) else "a string"
-
-
 InputItem = Annotated[
     Annotated[InputMessage, Tag("a message")]
     | Annotated[FunctionCall, Tag("a call")]
     | Annotated[FunctionCallOutput, Tag("its output")],
     Discriminator(
-        _tag_of_item,
+        lambda item: _TAGS.get(item.get("type") or "message") if isinstance(item, dict) else None,
         custom_error_type="unsupported_item",
         custom_error_message=f"must be an item of type {', '.join(_TAGS)}",
     ),
 ]
 Input = Annotated[
     Annotated[str, Tag("a string")] | Annotated[List[InputItem], Field(min_length=1), Tag("a list")],
-    Discriminator(_tag_of_input),
+    Discriminator(lambda given: "a list" if isinstance(given, list) else "a string"),
 ]
 
 

@@ -46,10 +46,6 @@ class Message(JsonObject):
     annotations: list[Any] | None = None
     audio: None = None
 
-    def _text(self) -> str:
-        parts = self.content
-        return "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
-
 
 def as_conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates read them: parts joined, arguments of calls as objects.
@@ -69,7 +65,9 @@ def _as_turn(name: str, message: Message) -> dict[str, Any]:
         raise invalid(f"{name}.tool_calls", f"are the assistant's, not of role {message.role!r}")
     if (message.role == "tool") != (message.tool_call_id is not None):
         raise invalid(f"{name}.tool_call_id", "belongs to messages of role 'tool', and is required there")
-    turn: dict[str, Any] = {"role": message.role, "content": message._text()}
+    parts = message.content
+    text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+    turn: dict[str, Any] = {"role": message.role, "content": text}
     if message.name is not None:
         turn["name"] = message.name
     if message.tool_calls:

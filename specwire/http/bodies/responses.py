@@ -91,6 +91,6 @@ class ResponsesBody(Calling):
 
     def check(self) -> None:
         self.check_tools(self.format.grammar())
-        if self.stream_options is not None and not self.streams:
+        if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only for requests with stream=true")
         self.check_effort("reasoning.effort")

@@ -87,17 +87,9 @@ class Structured(JsonObject):
             ApiError: 400, several of the fields.
             InvalidRequestError: names the parameter.
         """
-        given = {name: value for name, value in self._sources().items() if value not in (None, False)}
-        if len(given) > 1:
-            first, second, *_ = given
-            raise invalid(second, f"does not combine with {first}; give one of them")
-        return next((grammar_of(name, value) for name, value in given.items()), None)
-
-    def _sources(self) -> dict[str, Any]:
-        """By parameter, in the order of precedence in messages."""
         form, newer = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema if form else None
-        return {
+        sources = {
             "response_format.json_schema.schema": (schema.schema_ or {}) if schema else None,
             "response_format.json_object": form is not None and form.type == "json_object",
             "guided_json": self.guided_json,
@@ -110,6 +102,11 @@ class Structured(JsonObject):
             "structured_outputs.choice": newer.choice,
             "structured_outputs.grammar": newer.grammar,
         }
+        given = {name: value for name, value in sources.items() if value not in (None, False)}
+        if len(given) > 1:
+            first, second, *_ = given
+            raise invalid(second, f"does not combine with {first}; give one of them")
+        return next((grammar_of(name, value) for name, value in given.items()), None)
 
 
 _KINDS = {"schema": "json_schema", "json": "json_schema", "grammar": "ebnf"}

@@ -4,6 +4,5 @@ formats.py   how models write calls           one `Format` each; which one a cha
 json_scan.py JSON, character by character
 parser.py    text → content and calls         the same at any cut of the text
 forced.py    calls with certainty             a grammar of the tools' schemas
-calls.py     content and calls → JSON         whole and in deltas
-answer.py    the response of a conversation with tools
+calls.py     content and calls → JSON         whole and in deltas; the response of a conversation with tools
 """

@@ -1,15 +1,16 @@
-"""The calls of one choice, as OpenAI's API writes them. No I/O."""
+"""Calls as OpenAI's API writes them, and responses of `/v1/chat/completions` that may have some. No I/O."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+from specwire.completion import Chunk, Completion, FinishReason
+from specwire.http.answers import ChatAnswer, Json
 from specwire.http.bodies.calling import Calling
+from specwire.http.bodies.chat import ChatBody
+from specwire.http.model import Spell
 from specwire.http.tools.parser import CallBegins, Content, Event, ToolParser
-
-Json = dict[str, Any]
 
 
 def parser_of(body: Calling) -> ToolParser:
@@ -19,7 +20,7 @@ def parser_of(body: Calling) -> ToolParser:
 
 
 class Calls:
-    """Deltas of a text, and the message that they add up to."""
+    """Deltas of the text of one choice, and the message that they add up to."""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
@@ -51,19 +52,58 @@ class Calls:
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, CallBegins):
-                calls.append(self._begun(event.name))
+                call_id, function = "call_" + secrets.token_hex(12), {"name": event.name, "arguments": ""}
+                index, self._num_begun = self._num_begun, self._num_begun + 1
+                calls.append({"index": index, "id": call_id, "type": "function", "function": function})
             else:
-                self._extend(calls, event.text)
+                index = self._num_begun - 1
+                if not calls or calls[-1]["index"] != index:
+                    calls.append({"index": index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += event.text
         return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
 
-    def _begun(self, name: str) -> Json:
-        self._num_begun += 1
-        call_id = "call_" + secrets.token_hex(12)
-        function = {"name": name, "arguments": ""}
-        return {"index": self._num_begun - 1, "id": call_id, "type": "function", "function": function}
 
-    def _extend(self, calls: list[Json], arguments: str) -> None:
-        index = self._num_begun - 1
-        if not calls or calls[-1]["index"] != index:
-            calls.append({"index": index, "function": {"arguments": ""}})
-        calls[-1]["function"]["arguments"] += arguments
+class ToolAnswer(ChatAnswer):
+    """Log probabilities are those of all tokens, of content and calls alike."""
+
+    _body: ChatBody
+    first_content = None
+
+    def __init__(self, body: ChatBody, model: str, spell: Spell | None) -> None:
+        super().__init__(body, model, spell)
+        self._calls: dict[int, Calls] = {}
+
+    def chunk(self, index: int, chunk: Chunk) -> Json | None:
+        piece = super().chunk(index, chunk)
+        if piece is None:
+            return None
+        [choice] = piece["choices"]
+        choice["delta"] = self._calls_of(index).add("".join(token.text for token in chunk.tokens))
+        is_empty = not choice["delta"] and choice["logprobs"] is None and not self._body.return_fates
+        return None if is_empty else piece
+
+    def finish(self, index: int, completion: Completion) -> Sequence[Json]:
+        held = self._calls_of(index).end()
+        last = self._only(index, {}, self._reason(index, completion))
+        return [self._piece([each]) for each in ([self._only(index, held)] if held else []) + [last]]
+
+    def _choice(self, index: int, completion: Completion) -> Json:
+        choice = super()._choice(index, completion)
+        return choice | {"finish_reason": self._reason(index, completion)}
+
+    def _whole_text(self, index: int, text: str) -> Json:
+        return {"message": self._calls_of(index).message(text)}
+
+    def _reason(self, index: int, completion: Completion) -> str:
+        is_over = completion.finish_reason is FinishReason.STOP
+        return "tool_calls" if is_over and self._calls[index].are_complete else completion.finish_reason.value
+
+    def _calls_of(self, index: int) -> Calls:
+        if index not in self._calls:
+            self._calls[index] = Calls(parser_of(self._body))
+        return self._calls[index]
+
+
+def chat_answer(body: ChatBody, model: str, spell: Spell | None) -> ChatAnswer:
+    """The answer to a conversation with or without tools."""
+    return (ToolAnswer if body.active_functions else ChatAnswer)(body, model, spell)

@@ -37,11 +37,6 @@ _OTHER_SHAPES = ("<function=", "[ARGS]")
 """Of formats that share a marker with one of ours, and write no JSON object after it."""
 
 
-def chosen(name: str, template: str) -> Format | None:
-    """The format of that name, or else the one that is detected."""
-    return FORMATS[name] if name else detected(template)
-
-
 def detected(template: str) -> Format | None:
     """The format that a chat template teaches its model; None if it is none of these."""
     if any(shape in template for shape in _OTHER_SHAPES):
