@@ -128,7 +128,16 @@ class Admission:
             return
         if not has_begun:
             self._make_room(client)
-        await self._enqueue(_Entry(client, has_begun))
+        entry = _Entry(client, has_begun)
+        self._waiting.append(entry)
+        try:
+            await entry.admitted
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif entry.admitted.done() and not entry.admitted.cancelled() and not entry.admitted.exception():
+                self._release(client.name)  # it was admitted just before it was cancelled
+            raise
 
     def release(self, client: Principal, turn_s: float) -> None:
         """A generation of the client stops running after `turn_s` seconds."""
@@ -165,17 +174,6 @@ class Admission:
         if len(new) >= self._max_waiting:
             self._refuse_one(client.name, new)
 
-    async def _enqueue(self, entry: _Entry) -> None:
-        self._waiting.append(entry)
-        try:
-            await entry.admitted
-        except asyncio.CancelledError:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-            elif entry.admitted.done() and not entry.admitted.cancelled() and not entry.admitted.exception():
-                self._release(entry.client.name)  # it was admitted just before it was cancelled
-            raise
-
     def _refuse_one(self, client: str, entries: Sequence[_Entry]) -> None:
         """Make room in the queue at the expense of the client with most entries."""
         counts = Counter(entry.client.name for entry in entries)
@@ -209,18 +207,15 @@ class Admission:
         self._running[client] -= 1
         self.num_running -= 1
         while ready := [entry for entry in self._waiting if self._may_start(entry.client)]:
-            entry = min(ready, key=self._priority)
+            # Entries of one client keep their order.
+            entry = min(
+                ready,
+                key=lambda each: (self._running[each.client.name], self._last_turn.get(each.client.name, 0)),
+            )
             self._waiting.remove(entry)
             if not entry.admitted.done():
                 self._start(entry.client.name)
                 entry.admitted.set_result(None)
-        self._forget_if_idle(client)
-
-    def _priority(self, entry: _Entry) -> tuple[int, int]:
-        """The smallest starts next; entries of one client keep their order."""
-        return self._running[entry.client.name], self._last_turn.get(entry.client.name, 0)
-
-    def _forget_if_idle(self, client: str) -> None:
         if not self._running[client]:
             del self._running[client]
             if all(entry.client.name != client for entry in self._waiting):

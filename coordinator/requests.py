@@ -171,8 +171,9 @@ class RequestParser:
         given = params.num_draft_tokens if draft.is_on else 0
         num_draft_tokens = self._config.fixed_draft_tokens if given is None else given
         num_chains = self._num_chains(params, draft)
-        if num_chains == 1 and num_draft_tokens != 0:
-            draft = self._with_grammar(params, draft)
+        can_follow = num_chains == 1 and num_draft_tokens != 0 and params.num_beams == 1
+        if can_follow and params.grammar is not None and not self._target.own_source:
+            draft = replace(draft, follows_grammar=True)  # what the grammar prescribes is proposed, too
         return CheckedRequest(
             message=message,
             caller=caller,
@@ -222,11 +223,6 @@ class RequestParser:
             output_scope=scope,
             beam_rules=rules,
         )
-
-    def _with_grammar(self, params: SamplingParams, draft: DraftChoice) -> DraftChoice:
-        """What the grammar prescribes is proposed, too, unless the target drafts for itself."""
-        follows = params.grammar is not None and params.num_beams == 1 and not self._target.own_source
-        return replace(draft, follows_grammar=True) if follows else draft
 
     def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:
         """One under greedy decoding, without a draft model, and for a target that judges no trees."""

@@ -208,19 +208,16 @@ def status_of(error: BaseException) -> str:
     return CANCELLED if is_cancelled else INTERNAL
 
 
-def _has_passed(remaining_s: float | None) -> bool:
-    """Whether a deadline has passed on the client's clock: the client cancels then, and we see the deadline
-    pass later than that by the time that the request was on its way."""
-    return remaining_s is not None and remaining_s < _MAX_ONE_WAY_S
-
-
 def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float | None) -> str:
     status = status_of(error)
     if status != CANCELLED:
         return status
     if call.generation and call.generation.ended:
         return OK  # the client has its last message, and hung up before the call ended here
-    return DEADLINE_EXCEEDED if _has_passed(remaining_s) else CANCELLED
+    # A client cancels when the deadline passes on its clock; here it passes later, by the time that the
+    # request was on its way.
+    has_passed = remaining_s is not None and remaining_s < _MAX_ONE_WAY_S
+    return DEADLINE_EXCEEDED if has_passed else CANCELLED
 
 
 def _end(call: CallRecord) -> None:

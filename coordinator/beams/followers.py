@@ -23,37 +23,21 @@ class Rewindable(Protocol):
 Kind_co = TypeVar("Kind_co", bound=Rewindable, covariant=True)
 
 
-class Follower(Generic[Kind_co]):
-    """A sequence, and the text that it was asked about last.
+class Followers(Generic[Kind_co]):
+    """All sequences of a search at one service.
 
     Attributes:
-        beam: None before the first time.
+        sequences: all of them.
     """
-
-    def __init__(self, sequence: Kind_co) -> None:
-        self.sequence = sequence
-        self.beam: Beam | None = None
-
-    def num_known(self, beam: Beam) -> int:
-        """Tokens of a text that the service has; -1 if not even the prompt."""
-        return -1 if self.beam is None else common_ancestor(self.beam, beam).length
-
-
-class Followers(Generic[Kind_co]):
-    """All sequences of a search at one service."""
 
     def __init__(self, sequences: Sequence[Kind_co], prompt: Sequence[int]) -> None:
         """Args:
         sequences: as many as texts are asked about at once, none of them open yet.
         prompt: what all texts follow.
         """
-        self._followers = [Follower(sequence) for sequence in sequences]
+        self.sequences = sequences
+        self._beams: list[Beam | None] = [None] * len(sequences)  # that each was asked about last
         self._prompt = list(prompt)
-
-    @property
-    def sequences(self) -> list[Kind_co]:
-        """All of them."""
-        return [each.sequence for each in self._followers]
 
     def moved_to(self, beam: Beam, taken: set[int], num_again: int = 0) -> tuple[Kind_co, list[int]]:
         """The sequence that knows most of a text, rewound to what it knows.
@@ -65,20 +49,22 @@ class Followers(Generic[Kind_co]):
         Returns:
             The sequence, and the tokens to commit, the prompt's first.
         """
-        free = (i for i in range(len(self._followers)) if i not in taken)
-        best = max(free, key=lambda i: self._followers[i].num_known(beam))
+        num_known = {  # -1 if not even the prompt
+            i: -1 if last is None else common_ancestor(last, beam).length
+            for i, last in enumerate(self._beams)
+            if i not in taken
+        }
+        best = max(num_known, key=num_known.__getitem__)
         taken.add(best)
-        follower = self._followers[best]
-        num_known = follower.num_known(beam)
-        if num_known >= 0:
-            follower.sequence.rewind(len(self._prompt) + num_known - num_again)
-        follower.beam = beam
-        return follower.sequence, [*self._prompt, *beam.tokens()]
+        if num_known[best] >= 0:
+            self.sequences[best].rewind(len(self._prompt) + num_known[best] - num_again)
+        self._beams[best] = beam
+        return self.sequences[best], [*self._prompt, *beam.tokens()]
 
     def close(self) -> None:
         """Close all sequences."""
-        for each in self._followers:
-            each.sequence.close()
+        for each in self.sequences:
+            each.close()
 
 
 Answer = TypeVar("Answer")

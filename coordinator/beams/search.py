@@ -123,7 +123,8 @@ class BeamGeneration:
             length=len(self._prompt) + length,
             num_left=self._rules.max_tokens - length,
         )
-        rooms = [self._room(tree) for tree in trees]
+        room = self._longest_len - len(self._prompt)
+        rooms = [min(MAX_TREE_NODES, room - tree.prefix.length) for tree in trees]  # draft tokens included
         each = zip(trees, rooms, strict=True)
         room = min((room - tree.num_live_nodes) // len(tree.beams) for tree, room in each)
         plan = self._planner.plan(size, room)
@@ -135,10 +136,6 @@ class BeamGeneration:
             for beam in tree.beams:
                 tree.add(beam, of_beam[beam], room)
         return plan, cost
-
-    def _room(self, tree: BeamTree) -> int:
-        """Most nodes of a tree, draft tokens included."""
-        return min(MAX_TREE_NODES, self._longest_len - len(self._prompt) - tree.prefix.length)
 
     async def _verify(self, trees: Sequence[BeamTree], parent: tracing.Span) -> tuple[list[Verdict], Cost]:
         """The verdicts on all trees, which the target runs in one pass if it can; the cost of the slowest."""

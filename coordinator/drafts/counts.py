@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.drafts.text import Guess
-from specwire.proposals.history import TokenArray
+from specwire.proposals.history import Guess, TokenArray
 from specwire.support import IntArray
 
 _ID_BITS = 21

@@ -9,7 +9,7 @@ import numpy as np
 
 from coordinator.drafts.counts import Counted, CountedOutput, Table
 from coordinator.drafts.earlier import EarlierOutputs
-from coordinator.drafts.occurrences import Ngram, Suffix
+from coordinator.drafts.occurrences import Occurrences
 from coordinator.drafts.own import Forced, Target
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Drafter
@@ -69,12 +69,12 @@ class TextDrafts:
 
     def _method(self, config: SpeculativeConfig, scope: str | None) -> Method:
         if config.method == NGRAM:
-            return Ngram(config)
+            return Occurrences(config)
         if config.corpus and self._corpus is not None:
             return Counted(self._corpus)
         earlier = self.earlier.of(scope)
         if config.method == SUFFIX:
-            return Suffix(config, earlier)
+            return Occurrences(config, earlier)
         return CountedOutput(COUNTS[config.method], earlier)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.cost import CallOutcome, Cost
-from coordinator.drafts.text import Guess
 from coordinator.generation import Plan, Round
 from specwire.core import Proposal
+from specwire.proposals.history import Guess
 from specwire.telemetry import tracing
 
 PRIOR = 0.5

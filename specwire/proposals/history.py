@@ -29,6 +29,22 @@ class Matches(NamedTuple):
     match_len: int  # tokens that the latest has in common with the end, at most _MAX_MATCH_LEN
 
 
+class Guess(NamedTuple):
+    """What may follow.
+
+    Attributes:
+        token_ids: [num_tokens] at most as many as asked for.
+        shares: [num_tokens] how often each followed those before it, where they occurred.
+        kind: acceptance is measured for guesses of a kind together.
+        prior: acceptance of the kind before it is measured, as a share of `shares`.
+    """
+
+    token_ids: list[int]
+    shares: list[float]
+    kind: int
+    prior: float
+
+
 class History:
     """The tokens of a sequence after some earlier text; 4 bytes a token, no index.
 
@@ -82,6 +98,19 @@ class History:
             if len(found) == 1:
                 break
         return Matches(found + 1 - self._pad, self._match_len(int(found[-1]))) if len(found) else None
+
+    def guess(self, num_tokens: int, num_counted: int) -> Guess | None:
+        """What followed the longest match: the longer that is, the likelier that the text goes on as it did.
+
+        Args:
+            num_counted: of its occurrences, how many of the latest are counted.
+        """
+        found = self.find()
+        if found is None:
+            return None
+        rows = self.continuations(found.ends[-num_counted:], num_tokens)
+        length = found.match_len
+        return Guess(*likeliest_path(rows), length.bit_length(), length / (length + 1))
 
     def _match_len(self, end: int) -> int:
         """Of the occurrence whose last token has this index."""
