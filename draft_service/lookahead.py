@@ -116,12 +116,6 @@ class Branch:
             likely = forecast.outcomes(self.proposal.token_ids, self.job.candidates, least)
         self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
-    def take_outcome(self) -> Likely:
-        """Remove the likeliest outcome, to make a branch for it."""
-        likely = self.outcomes.pop()
-        self.taken.add(likely.token_ids)
-        return likely
-
     def leaves(self) -> list[int]:
         """Nodes of its tree whose candidates are not known, best first."""
         if not isinstance(self.job, TreeJob):
@@ -502,8 +496,8 @@ class Lookahead:
             branch.settle(job, error)
 
     def _add_branch(self, parent: Branch, preparation: Preparation) -> None:
-        worth = parent.next_worth
-        token_ids = parent.take_outcome().token_ids
+        worth, token_ids = parent.next_worth, parent.outcomes.pop().token_ids
+        parent.taken.add(token_ids)
         # What a fork shares of a tree is its prefix: the path in it is run again.
         num_shared = 0 if isinstance(parent.job, TreeJob) else len(token_ids) - 1
         path = (*parent.path, *token_ids)

@@ -89,9 +89,7 @@ class TextDrafter:
         own, promised = self.from_text(committed, plan.num_text_tokens)
         if own.token_ids:
             of_model = expected_tokens([self._model_rate.value] * plan.num_steps)[-1]
-            if (
-                self._is_certain and plan.num_steps
-            ):  # the model's begins with the same text, as the target spells it
+            if self._is_certain and plan.num_steps:  # the model continues this very text
                 of_model = math.inf
             if promised >= of_model:
                 return own, Cost()

@@ -135,11 +135,9 @@ class ModelDrafter:
         self._decider.apply(drafts, self.runner.run(feeds, question, self._decider.decide))
         self.runner.end_step()
         if is_usual:
-            self._learn(clock.stopwatch_ns() - started_ns)
-
-    def _learn(self, spent_ns: int) -> None:
-        usual_ns = self.guess_ns or spent_ns
-        self.guess_ns = usual_ns + _RATE * (min(spent_ns, _MAX_JUMP * usual_ns) - usual_ns)
+            spent_ns = clock.stopwatch_ns() - started_ns
+            usual_ns = self.guess_ns or spent_ns
+            self.guess_ns = usual_ns + _RATE * (min(spent_ns, _MAX_JUMP * usual_ns) - usual_ns)
 
     def close(self) -> None:
         self.runner.close()

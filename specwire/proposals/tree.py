@@ -12,7 +12,7 @@ Source: Miao et al. 2023 (arXiv 2305.09781), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ import numpy as np
 from specwire import core
 from specwire.core import MAX_TREE_NODES, Proposal
 from specwire.errors import InvalidRequestError
-from specwire.support import NO_SUPPORT, IntArray, Support
+from specwire.support import NO_SUPPORT, IntArray
 
 
 def checked_parents(parents: Sequence[int], num_tokens: int) -> list[int]:
@@ -156,19 +156,18 @@ def _selected(
     places = {node: place for place, node in enumerate(nodes)}
     parents = parents_of(proposal)
     ends = [places[leaf] for leaf in leaves if leaf in places]
+    supports = [  # what the tokens after each node were drawn from; nothing where chains end now
+        NO_SUPPORT if places.get(node) in ends else proposal.supports[node + 1]
+        for node in ((root, *nodes[:-1]) if ends else ())
+    ]
     return Proposal(
         base_len,
         [proposal.token_ids[node] for node in nodes],
-        [_support(proposal, node, ends, places) for node in (root, *nodes[:-1])] if ends else (),
+        supports,
         source=proposal.source,
         parents=[places.get(parents[node], -1) for node in nodes],
         leaves=ends,
     )
-
-
-def _support(proposal: Proposal, node: int, ends: Sequence[int], places: Mapping[int, int]) -> Support:
-    """What the tokens after a node were drawn from; nothing where chains end now."""
-    return NO_SUPPORT if places.get(node) in ends else proposal.supports[node + 1]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,9 @@ def generate_request(
             raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
         raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "are only for messages")
     if tools:
-        request.messages.tools = _tools_to_json(tools)
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise InvalidRequestError("tools", tools, "must be a list of objects")
+        request.messages.tools = _to_json("tools", [*tools], f"{len(tools)} tools")
     if chat_template_kwargs:
         request.messages.template_kwargs = object_to_json("chat_template_kwargs", chat_template_kwargs)
     return request
@@ -202,12 +204,6 @@ def _from_json(name: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(name, f"{len(text)} characters", f"is not JSON: {error}") from None
-
-
-def _tools_to_json(tools: Sequence[Mapping[str, Any]]) -> str:
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidRequestError("tools", tools, "must be a list of objects")
-    return _to_json("tools", [*tools], f"{len(tools)} tools")
 
 
 def tools_from_json(text: str) -> list[dict[str, Any]]:

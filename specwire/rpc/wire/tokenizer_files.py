@@ -80,7 +80,7 @@ class TokenizerFiles:
         except DecodeError:
             raise ModelLoadError("the tokenizer's files were sent as no message of that type") from None
         for file in files:
-            if not _is_known(file.name):
+            if file.name not in tokenizer.FILES and not _FURTHER_TEMPLATES.fullmatch(file.name):
                 raise ModelLoadError(f"the tokenizer has a file {file.name[:100]!r}, which none has")
             path = directory / file.name
             path.parent.mkdir(exist_ok=True)
@@ -88,10 +88,6 @@ class TokenizerFiles:
 
 
 NO_FILES = TokenizerFiles()
-
-
-def _is_known(name: str) -> bool:
-    return name in tokenizer.FILES or _FURTHER_TEMPLATES.fullmatch(name) is not None
 
 
 def read(source: str | Path) -> TokenizerFiles:
