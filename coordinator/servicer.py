@@ -12,8 +12,7 @@ from typing import Any
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.beams.answer import BeamAnswer
-from coordinator.beams.drafting import BeamDrafts
-from coordinator.beams.followers import Followers
+from coordinator.beams.followers import BeamDrafts, Followers
 from coordinator.beams.planning import BeamPlanner, SharedBeamCosts
 from coordinator.beams.search import BeamGeneration
 from coordinator.credit import Credit

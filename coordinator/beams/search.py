@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
-from coordinator.beams.drafting import BeamDrafts
-from coordinator.beams.followers import Followers, Rewindable, together
+from coordinator.beams.followers import BeamDrafts, Followers, Rewindable, together
 from coordinator.beams.planning import BeamPlanner, Size
 from coordinator.beams.trees import BeamTree, drafts_of, packed
 from coordinator.cost import Cost

@@ -14,8 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.peers.addresses import Names
-from coordinator.peers.codecs import draft_codec, verify_codec
-from coordinator.peers.link import Codec, Link
+from coordinator.peers.link import Codec, Link, draft_codec, verify_codec
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
