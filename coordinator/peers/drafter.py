@@ -159,7 +159,11 @@ class RemoteDrafter:
         """What a round gets without a request; None if the draft has to be asked."""
         if plan.num_draft_tokens <= 0:
             return Proposal(len(committed)), Cost()
-        self._close_if_lost(parent)
+        current = self._current
+        if current is not None and current.replica.num_lost != current.num_lost:  # as another one found out
+            self.unavailable = self.unavailable or current.replica.unavailable or "it was lost for a while"
+            parent.event("draft lost", {names.SERVER_ADDRESS: current.replica.address})
+            self.close()
         replica = self._replica(committed)
         if replica is None or replica.info is None:
             return Proposal(len(committed)), Cost(outcome=CallOutcome.UNAVAILABLE)
@@ -192,14 +196,6 @@ class RemoteDrafter:
         """See `generation.Drafter`; what proposals cost is learnt from each call."""
 
     # --- where ----------------------------------------------------------------------------------------
-
-    def _close_if_lost(self, parent: tracing.Span) -> None:
-        """Close the sequence if its replica was lost since it was opened, as another one found out."""
-        if self._current is not None and self._current.replica.num_lost != self._current.num_lost:
-            reason = self._current.replica.unavailable or "it was lost for a while"
-            self.unavailable = self.unavailable or reason
-            parent.event("draft lost", {names.SERVER_ADDRESS: self._current.replica.address})
-            self.close()
 
     def _replica(self, committed: Sequence[int]) -> Replica | None:
         """The replica of the sequence, or to open one at; None if there is none."""

@@ -52,7 +52,12 @@ def check_pair(target: ModelInfo, draft: ModelInfo, *, use_heterogeneous_vocab: 
         HandshakeError: naming both.
     """
     names = f"target {target.name!r} and draft {draft.name!r}"
-    _check_encoders(names, target, draft)
+    if target.has_encoder != draft.has_encoder:
+        [with_one] = (info.name for info in (target, draft) if info.has_encoder)
+        raise HandshakeError(f"{names}: {with_one!r} is an encoder-decoder, and the other is not")
+    ours, theirs = target.decoder_token_ids, draft.decoder_token_ids
+    if ours != theirs:
+        raise HandshakeError(f"{names} have decoders that begin with different tokens ({ours} and {theirs})")
     if target.tokenizer_fingerprint and draft.tokenizer_fingerprint:
         if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
             _check_translates(names, target, draft, is_wanted=use_heterogeneous_vocab)
@@ -61,18 +66,6 @@ def check_pair(target: ModelInfo, draft: ModelInfo, *, use_heterogeneous_vocab: 
             f"{names} have vocabularies of {target.vocab_size} and {draft.vocab_size} tokens, "
             "and no tokenizers to compare"
         )
-
-
-def _check_encoders(names: str, target: ModelInfo, draft: ModelInfo) -> None:
-    """Raises:
-    HandshakeError: one of them is an encoder-decoder, or their decoders begin with different tokens.
-    """
-    if target.has_encoder != draft.has_encoder:
-        [with_one] = (info.name for info in (target, draft) if info.has_encoder)
-        raise HandshakeError(f"{names}: {with_one!r} is an encoder-decoder, and the other is not")
-    ours, theirs = target.decoder_token_ids, draft.decoder_token_ids
-    if ours != theirs:
-        raise HandshakeError(f"{names} have decoders that begin with different tokens ({ours} and {theirs})")
 
 
 def _check_translates(names: str, target: ModelInfo, draft: ModelInfo, *, is_wanted: bool) -> None:

@@ -85,17 +85,13 @@ class ModelDrafter:
         if not fits or max(tokens[num_cached:], default=0) >= self.runner.vocab_size:
             return None
         if len(tokens) - num_cached > self._max_prefill_tokens:
-            self._catch_up(memory.sequence)
+            # Run a part of a long text; the other parts come before later passes.
+            cache, end = memory.sequence.cache, num_cached + self._max_prefill_tokens
+            if token_ids := memory.sequence.tokens[num_cached:end]:
+                self.runner.run(Feeds.of([Feed(cache, token_ids, 0)]), None, self._decider.decide)
+                self.runner.end_step()
             return None
         return _LOOK
-
-    def _catch_up(self, sequence: TokenSequence) -> None:
-        """Run a part of a long text; the other parts come before later passes."""
-        start = sequence.cache.length
-        token_ids = sequence.tokens[start : start + self._max_prefill_tokens]
-        if token_ids:
-            self.runner.run(Feeds.of([Feed(sequence.cache, token_ids, 0)]), None, self._decider.decide)
-            self.runner.end_step()
 
     def guess(
         self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]

@@ -93,14 +93,17 @@ def within(proposal: Proposal, num_tokens: int, max_depth: int) -> Proposal:
         num_tokens: most tokens; of several chains, of each.
         max_depth: longest path, in tokens.
     """
-    if proposal.leaves:
-        return _shortened(proposal, min(num_tokens, max_depth))
-    if not proposal.parents:
+    if not (proposal.parents or proposal.leaves):
         return proposal.first(min(num_tokens, max_depth))
-    if max(depths(proposal.parents), default=0) < max_depth:
-        return proposal.first(num_tokens)
-    kept = [node for node, depth in enumerate(depths(proposal.parents)) if depth < max_depth]
-    return _selected(proposal, kept, proposal.base_len).first(num_tokens)
+    if proposal.leaves:
+        max_depth = min(num_tokens, max_depth)
+    parents = parents_of(proposal)
+    depth_of, found = depths(parents), proposal
+    if max(depth_of, default=0) >= max_depth:
+        kept = [node for node, depth in enumerate(depth_of) if depth < max_depth]
+        leaves = [path_to(parents, leaf)[max_depth - 1] for leaf in proposal.leaves] if max_depth else ()
+        found = _selected(proposal, kept, proposal.base_len, -1, leaves)
+    return found if proposal.leaves else found.first(num_tokens)
 
 
 def num_in_common(proposal: Proposal, following: Sequence[int]) -> int:
@@ -131,17 +134,6 @@ def after(proposal: Proposal, following: Sequence[int]) -> Proposal | None:
 def parents_of(proposal: Proposal) -> Sequence[int]:
     """The parents of its tokens, of a chain too."""
     return proposal.parents or range(-1, len(proposal.token_ids) - 1)
-
-
-def _shortened(proposal: Proposal, max_depth: int) -> Proposal:
-    """Several chains, each cut to so many tokens."""
-    parents = parents_of(proposal)
-    depth_of = depths(parents)
-    if max(depth_of) < max_depth:
-        return proposal
-    kept = [node for node, depth in enumerate(depth_of) if depth < max_depth]
-    leaves = [path_to(parents, leaf)[max_depth - 1] for leaf in proposal.leaves] if max_depth else ()
-    return _selected(proposal, kept, proposal.base_len, -1, leaves)
 
 
 def _selected(

@@ -160,21 +160,18 @@ class _FirstMessages:
         timeout = asyncio.timeout(_FIRST_MESSAGE_S)
         try:
             async with timeout:
-                self._add(timeout)
+                self._waits[timeout] = None
+                if len(self._waits) > self._most:
+                    oldest = next(iter(self._waits))
+                    del self._waits[oldest]
+                    if not oldest.expired():
+                        oldest.reschedule(0)
                 return await context.read()
         except TimeoutError:
             problem = f"first message: not received within {_FIRST_MESSAGE_S:g} s"
             raise DeadlineExceededError(problem) from None
         finally:
             self._waits.pop(timeout, None)
-
-    def _add(self, timeout: asyncio.Timeout) -> None:
-        self._waits[timeout] = None
-        if len(self._waits) > self._most:
-            oldest = next(iter(self._waits))
-            del self._waits[oldest]
-            if not oldest.expired():
-                oldest.reschedule(0)
 
 
 class _Requests:
