@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from specwire.config.security.bearer import Principal
@@ -43,7 +43,7 @@ class AdmissionSlot:
         self._admission = admission
         self.client = client
         self._acquired_s: float | None = None
-        self._pause = asyncio.timeout(None)
+        self.pause = asyncio.timeout(None)
 
     async def acquire(self, *, has_begun: bool) -> None:
         """Wait for it. Errors as for `Admission.slot`."""
@@ -65,16 +65,12 @@ class AdmissionSlot:
         """
         self.release()
         try:
-            async with asyncio.timeout(None) as self._pause:
+            async with asyncio.timeout(None) as self.pause:
                 with self._admission.paused(self):
                     yield
         except TimeoutError:
             raise StreamIdleError("too many streams are paused, this one for the longest time") from None
         await self.acquire(has_begun=True)
-
-    def end_pause(self) -> None:
-        """End the body of `released` with an error."""
-        self._pause.reschedule(asyncio.get_running_loop().time())
 
 
 class Admission:
@@ -149,7 +145,10 @@ class Admission:
         """Count one more as paused while the body runs; over the limit, another pause ends."""
         self._paused.append(slot)
         if self.num_paused > self._max_running + self._max_waiting:
-            self._end_one_pause()
+            greediest = Counter(each.client.name for each in self._paused).most_common(1)[0][0]
+            longest = next(each for each in self._paused if each.client.name == greediest)
+            self._paused.remove(longest)
+            longest.pause.reschedule(asyncio.get_running_loop().time())  # `released` raises then
         try:
             yield
         finally:
@@ -172,24 +171,14 @@ class Admission:
                     f"{self._running[client.name]} generations of {client.name} run, {num_own} wait"
                 )
         if len(new) >= self._max_waiting:
-            self._refuse_one(client.name, new)
-
-    def _refuse_one(self, client: str, entries: Sequence[_Entry]) -> None:
-        """Make room in the queue at the expense of the client with most entries."""
-        counts = Counter(entry.client.name for entry in entries)
-        greediest, most = counts.most_common(1)[0] if counts else (client, 0)
-        if counts[client] + 1 >= most:
-            raise self._full()
-        newest = next(entry for entry in reversed(entries) if entry.client.name == greediest)
-        self._waiting.remove(newest)
-        newest.admitted.set_exception(self._full())
-
-    def _end_one_pause(self) -> None:
-        counts = Counter(slot.client.name for slot in self._paused)
-        most = counts.most_common(1)[0][0]
-        longest = next(slot for slot in self._paused if slot.client.name == most)
-        self._paused.remove(longest)
-        longest.end_pause()
+            # At the expense of the client with most entries.
+            counts = Counter(entry.client.name for entry in new)
+            greediest, most = counts.most_common(1)[0] if counts else (client.name, 0)
+            if counts[client.name] + 1 >= most:
+                raise self._full()
+            newest = next(entry for entry in reversed(new) if entry.client.name == greediest)
+            self._waiting.remove(newest)
+            newest.admitted.set_exception(self._full())
 
     def _full(self, why: str = "") -> ResourceExhaustedError:
         wait_ms = 1e3 * self._mean_turn_s * (self.num_waiting + 1) / self._max_running

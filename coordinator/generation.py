@@ -289,7 +289,14 @@ class Generation:
         num_done = len(self.committed)
         plan = self._planner.plan().within(self._end_len - num_done - 1, self._longest_len - num_done)
         proposal, draft_cost = await self._propose(plan, parent)
-        verdict, verify_cost = await self._verify(proposal, parent, is_plain=plan.is_plain)
+        try:
+            verdict, verify_cost = await self._verifier.verify(
+                self.committed, proposal, parent, is_plain=plan.is_plain
+            )
+        except ServiceUnavailableError:
+            self._ledger.fail()
+            raise
+        self._ledger.settle(verify_cost, Stage.RULE)
         with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
         why_plain = "" if proposal.token_ids else plan.why_plain
@@ -313,17 +320,6 @@ class Generation:
         proposal, cost = await self._drafter.propose(self.committed, plan, parent)
         self._ledger.settle(cost, Stage.VERIFY)
         return proposal, cost
-
-    async def _verify(
-        self, proposal: Proposal, parent: tracing.Span, *, is_plain: bool
-    ) -> tuple[Verdict, Cost]:
-        try:
-            verdict, cost = await self._verifier.verify(self.committed, proposal, parent, is_plain=is_plain)
-        except ServiceUnavailableError:
-            self._ledger.fail()
-            raise
-        self._ledger.settle(cost, Stage.RULE)
-        return verdict, cost
 
 
 _NO_SPAN = nullcontext()

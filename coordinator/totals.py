@@ -22,7 +22,9 @@ from coordinator.tally import Tally
 from specwire import clock, errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
 from specwire.telemetry import logs
+from specwire.telemetry import semantics as names
 from specwire.telemetry.metrics import HistogramData
+from specwire.telemetry.semantics import stage_attribute
 from specwire.telemetry.tracing import NO_SPAN, Span
 
 log = logging.getLogger(__name__)
@@ -224,7 +226,9 @@ def _end(call: CallRecord) -> None:
     call.ledger.close()
     done, timing = call.done, call.ledger.timing()
     call.totals.end(call, done, timing)
-    call.span.set(spans.of_stages(timing))
+    # Every stage that took any time; they add up to the span's duration.
+    stages = {stage_attribute(stage): spent_ms for stage, spent_ms in timing.stages.items() if spent_ms}
+    call.span.set({**stages, names.AHEAD_MS: timing.ahead_ms})
     if done is not None:
         call.span.set(spans.of_generation(done, has_ended=call.status == OK))
     call.span.end(clock.epoch_ns(call.ledger.closed_ns))

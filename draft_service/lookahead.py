@@ -126,12 +126,6 @@ class Branch:
         leaves = [node for node in self.job.nodes if node not in known]
         return [node for node in leaves if growth.worths[node] * self.worth >= MIN_WORTH][:room]
 
-    def move_to_root(self, root_path_len: int, root_worth: float) -> None:
-        """Measure path and worth from a branch that is the root from now on, given its own path and worth."""
-        self.path = self.path[root_path_len:]
-        self.worth = self.job.worth = self.worth / root_worth
-        self.num_listed = 0  # outcomes below the minimum worth may be above it now
-
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -405,8 +399,10 @@ class Lookahead:
             if self._transcript is not None:
                 self._transcript.follow(found.path)
             path_len, worth = len(found.path), found.worth
-            for branch in (found, *kept):
-                branch.move_to_root(path_len, worth)
+            for branch in (found, *kept):  # path and worth are measured from the new root
+                branch.path = branch.path[path_len:]
+                branch.worth = branch.job.worth = branch.worth / worth
+                branch.num_listed = 0  # outcomes below the minimum worth may be above it now
         return found
 
     def _learn(self, path: tuple[int, ...]) -> None:

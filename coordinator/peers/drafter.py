@@ -220,7 +220,7 @@ class RemoteDrafter:
         if found is not None:
             proposal = plan.limit(found.proposal)
             return proposal, self._continue_from(committed, proposal, plan, found)
-        if sequence.error is None and 0 < sequence.late_s <= self._hung_after_s:
+        if sequence.error is None and 0 < sequence.late_s <= _HUNG_AFTER_WAITS * self._longest_wait_s:
             return Proposal(len(committed)), Cost()
         return None
 
@@ -235,10 +235,6 @@ class RemoteDrafter:
         origin = found.origin if found is not None else ASKED
         return Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
 
-    @property
-    def _hung_after_s(self) -> float:
-        return _HUNG_AFTER_WAITS * self._longest_wait_s
-
     async def _request(
         self, replica: Replica, committed: Sequence[int], plan: Plan, traceparent: str, started_ns: int
     ) -> tuple[Proposal, Cost]:
@@ -248,8 +244,9 @@ class RemoteDrafter:
         if self._current is None:
             self._current = self._open_at(replica, committed)
         sequence = self._current.sequence
-        if sequence.late_s > self._hung_after_s:
-            raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
+        if sequence.late_s > _HUNG_AFTER_WAITS * self._longest_wait_s:
+            waited_ms = _HUNG_AFTER_WAITS * self._longest_wait_s * 1e3
+            raise ServiceUnavailableError(f"no proposal within {waited_ms:.0f} ms")
         expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         patience_s = plan.patience_s

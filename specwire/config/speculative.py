@@ -160,12 +160,6 @@ class OwnDraftConfig(ModelDraftConfig):
 _CONFIGS = {DRAFT_MODEL: ModelDraftConfig, **dict.fromkeys(OWN, OwnDraftConfig)}
 
 
-def split_hierarchy(draft: str) -> tuple[str, str]:
-    """The inner drafter, empty without one, and the model of `INNER>MODEL`."""
-    inner, above, model = draft.partition(ABOVE)
-    return (inner, model) if above else ("", draft)
-
-
 def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig | None:
     """A JSON object; None for an empty text.
 

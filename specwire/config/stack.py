@@ -38,7 +38,7 @@ from specwire.config.models import (
 from specwire.config.own_methods import DIR, DRAFT_MODEL, OWN, OWN_HELP, OWN_METHODS, Own, named_own
 from specwire.config.parts import ListenConfig, ReportConfig, SpeculationConfig, TargetConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS, split_hierarchy
+from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS
 from specwire.core import Rule
 
 DRAFT_HELP = (
@@ -293,7 +293,9 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         first, comma, rest = self.draft.partition(",")
         if self._named_own.source or (first in METHODS and not comma):
             return "", NO_DRAFT
-        return split_hierarchy(rest if first in METHODS else self.draft)
+        draft = rest if first in METHODS else self.draft
+        inner, above, model = draft.partition(ABOVE)
+        return (inner, model) if above else ("", draft)
 
     @property
     def target_tokenizer(self) -> str:
