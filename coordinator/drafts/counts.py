@@ -40,8 +40,8 @@ class Table:
         best = order[np.append(first[1:], len(grams)) - 1] if len(first) else order
         self._next, self._shares = grams[best] & _ID_MASK, counts[best] / totals
 
-    def path(self, committed: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
-        """[≤ num_tokens] tokens, and how often each followed its context; up to an unknown context."""
+    def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
+        """See `text.Method`; up to an unknown context, with how often each token followed its context."""
         token_ids: list[int] = []
         shares: list[float] = []
         context = 0
@@ -55,18 +55,6 @@ class Table:
             token_ids.append(int(self._next[i]))
             shares.append(float(self._shares[i]))
             context = (context << _ID_BITS | token_ids[-1]) & mask
-        return token_ids, shares
-
-
-class Counted:
-    """By counts that never change: those of a text file."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
-        """See `text.Method`."""
-        token_ids, shares = self._table.path(committed, num_tokens)
         return Guess(token_ids, shares, 0, _PRIOR) if token_ids else None
 
 
@@ -79,7 +67,7 @@ class CountedOutput:
         earlier: [num_tokens] outputs of earlier generations.
         """
         self._n, self._earlier = n, earlier
-        self._counted = Counted(Table(n, earlier))
+        self._counted = Table(n, earlier)
         self._prompt_len: int | None = None
         self._least_growth = _LEAST_GROWTH + int(_EARLIER_GROWTH * len(earlier))
         self._recount_len = self._least_growth
@@ -92,5 +80,5 @@ class CountedOutput:
         if output_len >= self._recount_len:
             self._recount_len = int(_GROWTH * output_len) + self._least_growth
             output = np.array(committed[self._prompt_len :], dtype=np.int32)
-            self._counted = Counted(Table(self._n, np.concatenate([self._earlier, output])))
+            self._counted = Table(self._n, np.concatenate([self._earlier, output]))
         return self._counted.guess(committed, num_tokens)

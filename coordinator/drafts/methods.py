@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.drafts.counts import Counted, CountedOutput, Table
+from coordinator.drafts.counts import CountedOutput, Table
 from coordinator.drafts.occurrences import Occurrences
 from coordinator.drafts.own import Forced, Target
 from coordinator.drafts.text import Method, TextDrafter
@@ -111,7 +111,7 @@ class TextDrafts:
         if config.method == NGRAM:
             return Occurrences(config)
         if config.corpus and self._corpus is not None:
-            return Counted(self._corpus)
+            return self._corpus
         earlier = self.earlier.of(scope)
         if config.method == SUFFIX:
             return Occurrences(config, earlier)

@@ -123,7 +123,7 @@ class TestWhatIsFound:
             for end in range(1, len(text), 3):
                 history.update(text[:end])
                 found = history.find()
-                assert (found.ends[-1] if found else None) == plain_search(text[:end])
+                assert (found[0][-1] if found else None) == plain_search(text[:end])
 
 
 def plain_search(text: list[int]) -> int | None:
@@ -247,12 +247,13 @@ class TestCounts:
     @pytest.mark.parametrize(("n", "expected"), [(1, [2, 2, 2, 2]), (2, [3, 2, 3, 2]), (3, [3, 2, 5])])
     def test_the_most_frequent_continuation(self, n: int, expected: list[int]) -> None:
         """A path ends where the context is unknown."""
-        path, shares = Table(n, array(1, 2, 3, 2, 4, 1, 2, 3, 2, 5)).path([9, 1, 2], 4)
-        assert path == expected
-        assert all(0 < share <= 1 for share in shares)
+        found = Table(n, array(1, 2, 3, 2, 4, 1, 2, 3, 2, 5)).guess([9, 1, 2], 4)
+        assert found is not None
+        assert found.token_ids == expected
+        assert all(0 < share <= 1 for share in found.shares)
 
     def test_an_empty_text(self) -> None:
-        assert Table(2, NO_TOKENS).path([1, 2], 4) == ([], [])
+        assert Table(2, NO_TOKENS).guess([1, 2], 4) is None
 
     def test_output_is_counted_as_it_grows(self) -> None:
         prompt, one = [1, 2, 3], CountedOutput(2, NO_TOKENS)
