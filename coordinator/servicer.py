@@ -423,7 +423,6 @@ class _Turns:
 
     @property
     def may_start(self) -> bool:
-        """See `generation.Turns`."""
         return self.reader.is_ready
 
     async def wait(self) -> None:

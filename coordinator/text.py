@@ -129,24 +129,19 @@ class _Progress:
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self.matched = 0
-        self._fallback = self._fallbacks(pattern)
-
-    @property
-    def num_open(self) -> int:
-        """Latest characters that may be the beginning of a match."""
-        return self._fallback[-1] if self.matched == len(self.pattern) else self.matched
-
-    @staticmethod
-    def _fallbacks(pattern: str) -> list[int]:
-        """[i]: length of the longest proper prefix of the pattern that ends pattern[: i + 1]."""
-        table = [0] * len(pattern)
+        # [i]: length of the longest proper prefix of the pattern that ends pattern[: i + 1].
+        self._fallback = table = [0] * len(pattern)
         matched = 0
         for i in range(1, len(pattern)):
             while matched and pattern[i] != pattern[matched]:
                 matched = table[matched - 1]
             matched += pattern[i] == pattern[matched]
             table[i] = matched
-        return table
+
+    @property
+    def num_open(self) -> int:
+        """Latest characters that may be the beginning of a match."""
+        return self._fallback[-1] if self.matched == len(self.pattern) else self.matched
 
     def step(self, char: str) -> bool:
         """Advance by one character; True when it completes the stop string."""

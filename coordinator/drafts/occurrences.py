@@ -15,7 +15,7 @@ from specwire.proposals.history import MAX_CONTINUATIONS, NO_TOKENS, Guess, Hist
 
 
 class Occurrences:
-    """Of those of the longest match: `ngram` takes what followed the latest, `suffix` what most share."""
+    """A `text.Method`. Of the longest match `ngram` takes what followed last, `suffix` what most share."""
 
     def __init__(self, config: SpeculativeConfig, earlier: TokenArray = NO_TOKENS) -> None:
         """Args:
@@ -25,6 +25,5 @@ class Occurrences:
         self._num_counted = 1 if config.method == NGRAM else MAX_CONTINUATIONS
 
     def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
-        """See `text.Method`."""
         self._history.update(committed)
         return self._history.guess(num_tokens, self._num_counted)

@@ -29,7 +29,7 @@ class Method(Protocol):
 
 
 class TextDrafter:
-    """Proposes as much of a guess as pays, or the model's tokens where they promise more.
+    """A `generation.Drafter`: as much of a guess as pays, or the model's tokens where they promise more.
 
     Acceptance is measured by kind of guess in every round that had one, whether it was proposed or not: a
     guess can be compared with what was committed. Where the request does not fix the number of draft tokens,
@@ -75,7 +75,6 @@ class TextDrafter:
         return self._model.unavailable
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
-        """See `generation.Drafter`."""
         self._guess = None
         return self._model.follow(committed, begun, plan)
 
@@ -108,7 +107,6 @@ class TextDrafter:
         return self._proposal(len(committed), guess.token_ids[:num_proposed]), expected[num_proposed]
 
     def observe(self, done: Round) -> None:
-        """See `generation.Drafter`."""
         self._verify_cost = done.verify_cost
         self._model.observe(done)
         if self._guess is not None:
@@ -122,7 +120,6 @@ class TextDrafter:
             self._model_rate.add(num_accepted, num_accepted + bool(done.rejected))
 
     def close(self) -> None:
-        """See `generation.Drafter`."""
         self._model.close()
         if self._remember is not None:
             self._remember(self._committed[self._num_remembered :])

@@ -70,7 +70,7 @@ class Drafted(Protocol):
 
 
 class RemoteDrafter:
-    """The draft service, which may fail: then proposals are empty, and `unavailable` says why.
+    """A `generation.Drafter` that may fail: then proposals are empty, and `unavailable` says why.
 
     What a round gets, besides its cost:
 
@@ -134,7 +134,6 @@ class RemoteDrafter:
         self.unavailable = ""
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
-        """See `generation.Drafter`."""
         if not begun.token_ids:  # the next round asks
             return Cost()
         if self._current is None:
@@ -144,7 +143,6 @@ class RemoteDrafter:
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
-        """See `generation.Drafter`."""
         found = self.at_hand(committed, plan, parent)
         if found is not None:
             return found
