@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from specwire.config.security.bearer import Principal
@@ -43,7 +43,7 @@ class AdmissionSlot:
         self._admission = admission
         self.client = client
         self._acquired_s: float | None = None
-        self._pause = asyncio.timeout(None)
+        self.pause = asyncio.timeout(None)
 
     async def acquire(self, *, has_begun: bool) -> None:
         """Wait for it. Errors as for `Admission.slot`."""
@@ -65,16 +65,12 @@ class AdmissionSlot:
         """
         self.release()
         try:
-            async with asyncio.timeout(None) as self._pause:
+            async with asyncio.timeout(None) as self.pause:
                 with self._admission.paused(self):
                     yield
         except TimeoutError:
             raise StreamIdleError("too many streams are paused, this one for the longest time") from None
         await self.acquire(has_begun=True)
-
-    def end_pause(self) -> None:
-        """End the body of `released` with an error."""
-        self._pause.reschedule(asyncio.get_running_loop().time())
 
 
 class Admission:
@@ -128,7 +124,16 @@ class Admission:
             return
         if not has_begun:
             self._make_room(client)
-        await self._enqueue(_Entry(client, has_begun))
+        entry = _Entry(client, has_begun)
+        self._waiting.append(entry)
+        try:
+            await entry.admitted
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif entry.admitted.done() and not entry.admitted.cancelled() and not entry.admitted.exception():
+                self._release(client.name)  # it was admitted just before it was cancelled
+            raise
 
     def release(self, client: Principal, turn_s: float) -> None:
         """A generation of the client stops running after `turn_s` seconds."""
@@ -140,7 +145,10 @@ class Admission:
         """Count one more as paused while the body runs; over the limit, another pause ends."""
         self._paused.append(slot)
         if self.num_paused > self._max_running + self._max_waiting:
-            self._end_one_pause()
+            greediest = Counter(each.client.name for each in self._paused).most_common(1)[0][0]
+            longest = next(each for each in self._paused if each.client.name == greediest)
+            self._paused.remove(longest)
+            longest.pause.reschedule(asyncio.get_running_loop().time())  # `released` raises then
         try:
             yield
         finally:
@@ -163,35 +171,14 @@ class Admission:
                     f"{self._running[client.name]} generations of {client.name} run, {num_own} wait"
                 )
         if len(new) >= self._max_waiting:
-            self._refuse_one(client.name, new)
-
-    async def _enqueue(self, entry: _Entry) -> None:
-        self._waiting.append(entry)
-        try:
-            await entry.admitted
-        except asyncio.CancelledError:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-            elif entry.admitted.done() and not entry.admitted.cancelled() and not entry.admitted.exception():
-                self._release(entry.client.name)  # it was admitted just before it was cancelled
-            raise
-
-    def _refuse_one(self, client: str, entries: Sequence[_Entry]) -> None:
-        """Make room in the queue at the expense of the client with most entries."""
-        counts = Counter(entry.client.name for entry in entries)
-        greediest, most = counts.most_common(1)[0] if counts else (client, 0)
-        if counts[client] + 1 >= most:
-            raise self._full()
-        newest = next(entry for entry in reversed(entries) if entry.client.name == greediest)
-        self._waiting.remove(newest)
-        newest.admitted.set_exception(self._full())
-
-    def _end_one_pause(self) -> None:
-        counts = Counter(slot.client.name for slot in self._paused)
-        most = counts.most_common(1)[0][0]
-        longest = next(slot for slot in self._paused if slot.client.name == most)
-        self._paused.remove(longest)
-        longest.end_pause()
+            # At the expense of the client with most entries.
+            counts = Counter(entry.client.name for entry in new)
+            greediest, most = counts.most_common(1)[0] if counts else (client.name, 0)
+            if counts[client.name] + 1 >= most:
+                raise self._full()
+            newest = next(entry for entry in reversed(new) if entry.client.name == greediest)
+            self._waiting.remove(newest)
+            newest.admitted.set_exception(self._full())
 
     def _full(self, why: str = "") -> ResourceExhaustedError:
         wait_ms = 1e3 * self._mean_turn_s * (self.num_waiting + 1) / self._max_running
@@ -209,18 +196,15 @@ class Admission:
         self._running[client] -= 1
         self.num_running -= 1
         while ready := [entry for entry in self._waiting if self._may_start(entry.client)]:
-            entry = min(ready, key=self._priority)
+            # Entries of one client keep their order.
+            entry = min(
+                ready,
+                key=lambda each: (self._running[each.client.name], self._last_turn.get(each.client.name, 0)),
+            )
             self._waiting.remove(entry)
             if not entry.admitted.done():
                 self._start(entry.client.name)
                 entry.admitted.set_result(None)
-        self._forget_if_idle(client)
-
-    def _priority(self, entry: _Entry) -> tuple[int, int]:
-        """The smallest starts next; entries of one client keep their order."""
-        return self._running[entry.client.name], self._last_turn.get(entry.client.name, 0)
-
-    def _forget_if_idle(self, client: str) -> None:
         if not self._running[client]:
             del self._running[client]
             if all(entry.client.name != client for entry in self._waiting):

@@ -308,7 +308,11 @@ class BatchDrafter:
         return found
 
     def _opened(self, row: Row) -> _Sequence:
-        sequence = _Sequence(self._target, row.num_tokens, self._planner())
+        fixed, most = self._config.fixed_draft_tokens, min(self._most, MAX_CHOSEN)
+        planner: Planner = AdaptiveLength(self._choice, most=most)
+        if fixed is not None:
+            planner = FixedLength(min(fixed, self._most), self._choice)
+        sequence = _Sequence(self._target, row.num_tokens, planner)
         sequence.span = sequence.ending.enter_context(self._tracer.span("drafted"))
         sequence.drafter = RemoteDrafter(
             self._pool,
@@ -321,12 +325,6 @@ class BatchDrafter:
         sequence.ending.callback(sequence.drafter.close)
         self._sequences.append(sequence)
         return sequence
-
-    def _planner(self) -> Planner:
-        fixed, most = self._config.fixed_draft_tokens, min(self._most, MAX_CHOSEN)
-        if fixed is None:
-            return AdaptiveLength(self._choice, most=most)
-        return FixedLength(min(fixed, self._most), self._choice)
 
     def _end(self, sequences: Iterable[_Sequence]) -> None:
         for sequence in list(sequences):

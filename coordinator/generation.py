@@ -270,7 +270,17 @@ class Generation:
             done = await self._cycle(span)
             if span.trace_id:
                 span.link(done.draft_cost.prepared_by)
-                span.set({names.ROUND: number, **_round_attributes(done)})
+                drafted = done.proposal
+                attributes: tracing.Attributes = {
+                    names.ROUND: number,
+                    names.DRAFT_PREPARED: done.draft_cost.prepared,
+                    names.CALL_OUTCOME: done.draft_cost.outcome,
+                    names.BASE_LEN: drafted.base_len,
+                    names.NUM_DRAFT_TOKENS: len(drafted.token_ids),
+                    names.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,
+                    names.SOURCE: drafted.source if drafted.token_ids else None,
+                }
+                span.set(attributes)
         return done
 
     async def _cycle(self, parent: tracing.Span) -> Round:
@@ -279,10 +289,22 @@ class Generation:
         num_done = len(self.committed)
         plan = self._planner.plan().within(self._end_len - num_done - 1, self._longest_len - num_done)
         proposal, draft_cost = await self._propose(plan, parent)
-        verdict, verify_cost = await self._verify(proposal, parent, is_plain=plan.is_plain)
+        try:
+            verdict, verify_cost = await self._verifier.verify(
+                self.committed, proposal, parent, is_plain=plan.is_plain
+            )
+        except ServiceUnavailableError:
+            self._ledger.fail()
+            raise
+        self._ledger.settle(verify_cost, Stage.RULE)
         with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
-        why_plain = "" if proposal.token_ids else plan.why_plain or self._why_none(draft_cost)
+        why_plain = "" if proposal.token_ids else plan.why_plain
+        if not (proposal.token_ids or why_plain):
+            if draft_cost.draft_unavailable:
+                why_plain = f"the draft is unavailable: {self._drafter.unavailable}"
+            elif draft_cost.timed_out:
+                why_plain = "the proposal did not arrive in time"
         done = Round(proposal, verdict, outcome, draft_cost, verify_cost, why_plain)
         self.committed += done.token_ids
         self._begun = self._verifier.begun(self.committed, outcome)
@@ -299,33 +321,5 @@ class Generation:
         self._ledger.settle(cost, Stage.VERIFY)
         return proposal, cost
 
-    def _why_none(self, cost: Cost) -> str:
-        """Why there are no draft tokens although some were planned."""
-        if cost.draft_unavailable:
-            return f"the draft is unavailable: {self._drafter.unavailable}"
-        return "the proposal did not arrive in time" if cost.timed_out else ""
-
-    async def _verify(
-        self, proposal: Proposal, parent: tracing.Span, *, is_plain: bool
-    ) -> tuple[Verdict, Cost]:
-        try:
-            verdict, cost = await self._verifier.verify(self.committed, proposal, parent, is_plain=is_plain)
-        except ServiceUnavailableError:
-            self._ledger.fail()
-            raise
-        self._ledger.settle(cost, Stage.RULE)
-        return verdict, cost
-
 
 _NO_SPAN = nullcontext()
-
-
-def _round_attributes(done: Round) -> tracing.Attributes:
-    return {
-        names.DRAFT_PREPARED: done.draft_cost.prepared,
-        names.CALL_OUTCOME: done.draft_cost.outcome,
-        names.BASE_LEN: done.proposal.base_len,
-        names.NUM_DRAFT_TOKENS: len(done.proposal.token_ids),
-        names.NUM_ACCEPTED_TOKENS: done.outcome.num_accepted,
-        names.SOURCE: done.proposal.source if done.proposal.token_ids else None,
-    }

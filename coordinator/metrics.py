@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.drafts.earlier import MAX_BYTES
+from coordinator.drafts.methods import MAX_BYTES
 from coordinator.tally import Tally
 from specwire.telemetry.metrics import Counter, Gauge, Histogram, Labelled, Metric
 

@@ -170,9 +170,11 @@ class RequestParser:
         tenant = caller.name if self._config.tokens else ""
         given = params.num_draft_tokens if draft.is_on else 0
         num_draft_tokens = self._config.fixed_draft_tokens if given is None else given
-        num_chains = self._num_chains(params, draft)
-        if num_chains == 1 and num_draft_tokens != 0:
-            draft = self._with_grammar(params, draft)
+        may_be_several = draft.uses_model and self._target.trees and not params.greedy
+        num_chains = self._config.model_draft.num_chains if may_be_several and params.rule is Rule.KSEQ else 1
+        can_follow = num_chains == 1 and num_draft_tokens != 0 and params.num_beams == 1
+        if can_follow and params.grammar is not None and not self._target.own_source:
+            draft = replace(draft, follows_grammar=True)  # what the grammar prescribes is proposed, too
         return CheckedRequest(
             message=message,
             caller=caller,
@@ -222,17 +224,6 @@ class RequestParser:
             output_scope=scope,
             beam_rules=rules,
         )
-
-    def _with_grammar(self, params: SamplingParams, draft: DraftChoice) -> DraftChoice:
-        """What the grammar prescribes is proposed, too, unless the target drafts for itself."""
-        follows = params.grammar is not None and params.num_beams == 1 and not self._target.own_source
-        return replace(draft, follows_grammar=True) if follows else draft
-
-    def _num_chains(self, params: SamplingParams, draft: DraftChoice) -> int:
-        """One under greedy decoding, without a draft model, and for a target that judges no trees."""
-        if params.greedy or not draft.uses_model or not self._target.trees:
-            return 1
-        return self._config.model_draft.num_chains if params.rule is Rule.KSEQ else 1
 
     def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""

@@ -62,8 +62,7 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         stack.push_async_callback(draft.close)
         await draft.connect()
         _log_found(config, verify, draft)
-        files = await _tokenizer_files(config, verify)
-        loaded = _load_tokenizer(config, files, verify.info.name)
+        files, loaded = await _tokenizer(config, verify)
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
         server = Server(config, [name], serves_clients=True, shares_port=config.workers > 1)
         servicer = GenerationServicer(config, verify, draft, loaded, tracer, files=files)
@@ -73,40 +72,41 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         yield await server.start()
 
 
-async def _tokenizer_files(config: CoordinatorConfig, verify: VerifyPool) -> TokenizerFiles:
-    """Those that `--tokenizer` names, or those of the target."""
+async def _tokenizer(
+    config: CoordinatorConfig, verify: VerifyPool
+) -> tuple[TokenizerFiles, Tokenizer | None]:
+    """The files that `--tokenizer` names, or those of the target; and what is loaded from them."""
     if config.tokenizer:
-        return tokenizer_files.read(embedded.TARGET_DIR if config.tokenizer == EMBEDDED else config.tokenizer)
-    return await verify.tokenizer(config.connect_timeout_s)
-
-
-def _load_tokenizer(config: CoordinatorConfig, files: TokenizerFiles, model: str) -> Tokenizer | None:
+        source = embedded.TARGET_DIR if config.tokenizer == EMBEDDED else config.tokenizer
+        files = tokenizer_files.read(source)
+    else:
+        files = await verify.tokenizer(config.connect_timeout_s)
     path = config.chat_template
     template = tokenizer.read_chat_template(path) if path else ""
-    loaded = files.load(config.tokenizer or model, chat_template=template)
+    loaded = files.load(config.tokenizer or verify.info.name, chat_template=template)
     if path and loaded is None:
         raise ConfigError(f"--chat-template {path}: the target has no tokenizer")
-    return loaded
+    return files, loaded
 
 
 @contextlib.asynccontextmanager
 async def _waiting_for(config: CoordinatorConfig, verify: VerifyPool) -> AsyncIterator[None]:
     """Say now and then what is waited for while the body runs."""
-    saying = asyncio.create_task(_say(config, verify))
+
+    async def say() -> None:
+        await asyncio.sleep(_AT_ONCE_S)
+        draft = f", draft at {config.draft_address}" if config.draft_address else ""
+        patience = f"for {config.connect_timeout_s:g} s, and as long as it loads its model"
+        log.log(NOTICE, "waiting for verify at %s%s, %s", config.verify_address, draft, patience)
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            log.log(NOTICE, "still waiting: %s", verify.unavailable)
+
+    saying = asyncio.create_task(say())
     try:
         yield
     finally:
         saying.cancel()
-
-
-async def _say(config: CoordinatorConfig, verify: VerifyPool) -> None:
-    await asyncio.sleep(_AT_ONCE_S)
-    draft = f", draft at {config.draft_address}" if config.draft_address else ""
-    patience = f"for {config.connect_timeout_s:g} s, and as long as it loads its model"
-    log.log(NOTICE, "waiting for verify at %s%s, %s", config.verify_address, draft, patience)
-    while True:
-        await asyncio.sleep(_AGAIN_S)
-        log.log(NOTICE, "still waiting: %s", verify.unavailable)
 
 
 def _log_found(config: CoordinatorConfig, verify: VerifyPool, draft: DraftPool) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.beams.answer import BeamAnswer
-from coordinator.beams.drafting import BeamDrafts
-from coordinator.beams.followers import Followers
+from coordinator.beams.followers import BeamDrafts, Followers
 from coordinator.beams.planning import BeamPlanner, SharedBeamCosts
 from coordinator.beams.search import BeamGeneration
 from coordinator.credit import Credit
@@ -44,7 +43,6 @@ from specwire import clock
 from specwire.completion import Stage
 from specwire.config.security.bearer import Principal
 from specwire.config.services import CoordinatorConfig
-from specwire.core import ModelInfo
 from specwire.errors import InvalidRequestError
 from specwire.rpc import listening
 from specwire.rpc.wire import client as client_wire
@@ -170,7 +168,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _arrived(self, context: Any) -> CallRecord:
         """A call whose time begins now; its client gets its request id back."""
         ledger, metadata = Ledger(), listening.metadata(context)
-        request_id = _request_id(metadata)
+        request_id = dict(metadata).get("x-request-id", "")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = ""
         span = self._tracer.span(
             names.GENERATE,
             kind=SpanKind.SERVER,
@@ -195,7 +195,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _generate(self, served: _Served) -> None:
         request, reader, call = served.request, served.reader, served.call
         await self._score_prompt(served)
-        with self._peers(served) as (drafter, verifier):
+        verifier = self._verifier(served)
+        drafter = self._drafter(served, verifier)
+        with contextlib.closing(verifier), contextlib.closing(drafter):
             generation = Generation(
                 request,
                 drafter,
@@ -298,14 +300,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         slots = [self._remote_drafter(of_drafts, served) for _ in range(num_slots)]
         return BeamDrafts(slots, request.prompt_token_ids)
 
-    @contextlib.contextmanager
-    def _peers(self, served: _Served) -> Iterator[tuple[Drafter, RemoteVerifier]]:
-        """Draft and verify for one sequence; their streams end with the context."""
-        verifier = self._verifier(served)
-        drafter = self._drafter(served, verifier)
-        with contextlib.closing(verifier), contextlib.closing(drafter):
-            yield drafter, verifier
-
     def _verifier(self, served: _Served) -> RemoteVerifier:
         request = served.request
         is_alone = request.num_chains == 1 and request.beam_rules is None
@@ -354,30 +348,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if checked.draft.uses_own:
             has_trees = self.verify.info.trees
             return _planner_of(self._own_choice, checked, num_draft_tokens, has_trees=has_trees)
-        model = self._model_planner(checked)
-        if not checked.draft.uses_text:
-            return model
-        most = self.texts.config(checked.draft.method).num_speculative_tokens
-        return WithText(model, most if num_draft_tokens is None else num_draft_tokens)
-
-    def _model_planner(self, checked: CheckedRequest) -> Planner:
-        num_draft_tokens = checked.num_draft_tokens if checked.draft.uses_model else 0
+        of_model = num_draft_tokens if checked.draft.uses_model else 0
         if checked.num_chains > 1:
-            one = _planner_of(self._kseq_choice, checked, num_draft_tokens, has_trees=False)
-            return SeveralChains(one, checked.num_chains)
-        has_trees = self._draft_has_trees()
-        return _planner_of(self._choice, checked, num_draft_tokens, has_trees=has_trees)
-
-    def _draft_has_trees(self) -> bool:
-        info = self.draft.info
-        return info is not None and info.trees
+            one = _planner_of(self._kseq_choice, checked, of_model, has_trees=False)
+            planner: Planner = SeveralChains(one, checked.num_chains)
+        else:
+            has_trees = self.draft.info is not None and self.draft.info.trees
+            planner = _planner_of(self._choice, checked, of_model, has_trees=has_trees)
+        if not checked.draft.uses_text:
+            return planner
+        most = self.texts.config(checked.draft.method).num_speculative_tokens
+        return WithText(planner, most if num_draft_tokens is None else num_draft_tokens)
 
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
         draft = self.draft.info
+        target = replace(  # with what clients of a conversation need to know
+            self.verify.info,
+            chat_template=self._tokenizer.tool_template if self._tokenizer else "",
+            tokenizer_hash=self._files_hash,
+            tokenizer_bytes=len(self._files.data),
+        )
         return generation_pb2.GetModelInfoResponse(
-            target=wire.model_info_to_proto(self._target_info()),
+            target=wire.model_info_to_proto(target),
             draft=wire.model_info_to_proto(draft) if draft else None,
             num_draft_tokens=self.config.fixed_draft_tokens,
         )
@@ -386,16 +380,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetTokenizerRequest, context: Any
     ) -> generation_pb2.GetTokenizerResponse:
         return generation_pb2.GetTokenizerResponse(page=self._files.page(request.offset))
-
-    def _target_info(self) -> ModelInfo:
-        """The target with what clients of a conversation need to know."""
-        template = self._tokenizer.tool_template if self._tokenizer else ""
-        return replace(
-            self.verify.info,
-            chat_template=template,
-            tokenizer_hash=self._files_hash,
-            tokenizer_bytes=len(self._files.data),
-        )
 
     async def GetStatus(  # noqa: N802
         self, request: generation_pb2.GetStatusRequest, context: Any
@@ -439,7 +423,6 @@ class _Turns:
 
     @property
     def may_start(self) -> bool:
-        """See `generation.Turns`."""
         return self.reader.is_ready
 
     async def wait(self) -> None:
@@ -545,9 +528,3 @@ def _way_status(compared: Compared) -> generation_pb2.WayStatus:
         expected_tokens_per_s=expected_rate,
         measured_tokens_per_s=measured_rate,
     )
-
-
-def _request_id(metadata: Sequence[tuple[str, str]]) -> str:
-    """The caller's own; empty without a valid one."""
-    given = dict(metadata).get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else ""

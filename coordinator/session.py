@@ -98,9 +98,15 @@ class Session:
         self._num_taken = self._num_emitted
         if not self._request.report_progress or self._latest is None:
             return self._chunk.take(held)
-        return self._chunk.take(
-            held, self._tally.speculation(), self._ledger.timing(), self._tree(self._latest)
+        drafted = self._latest.proposal
+        tree = DraftTree(
+            source=drafted.source,
+            token_ids=tuple(drafted.token_ids),
+            texts=tuple(map(self._decode, drafted.token_ids)),
+            parents=tuple(drafted.parents),
+            path=tuple(self._latest.outcome.path),
         )
+        return self._chunk.take(held, self._tally.speculation(), self._ledger.timing(), tree)
 
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Process the tokens of an earlier stream, which sent those whose text was certain."""
@@ -175,16 +181,6 @@ class Session:
         elif ends:
             self._stop_reason = token_id
         return certain
-
-    def _tree(self, done: Round) -> DraftTree:
-        proposal = done.proposal
-        return DraftTree(
-            source=proposal.source,
-            token_ids=tuple(proposal.token_ids),
-            texts=tuple(map(self._decode, proposal.token_ids)),
-            parents=tuple(proposal.parents),
-            path=tuple(done.outcome.path),
-        )
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer else ""

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.requests import CheckedRequest
-from specwire.completion import Completion, Timing
+from specwire.completion import Completion
 from specwire.telemetry import semantics as names
-from specwire.telemetry.semantics import stage_attribute
 
 Attributes = Mapping[str, Any]
 
@@ -55,9 +54,3 @@ def of_generation(done: Completion, *, has_ended: bool) -> Attributes:
         names.NUM_PREPARED: speculation.num_prepared,
         names.DRAFT_AVAILABLE: not speculation.draft_unavailable,
     }
-
-
-def of_stages(timing: Timing) -> Attributes:
-    """Every stage that took any time; they add up to the span's duration."""
-    stages = {stage_attribute(stage): spent_ms for stage, spent_ms in timing.stages.items() if spent_ms}
-    return {**stages, names.AHEAD_MS: timing.ahead_ms}

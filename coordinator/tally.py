@@ -5,20 +5,10 @@ What is counted is how often each kind of round occurred; all sums are made when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from coordinator.generation import Round
 from specwire.completion import SourceCounts, Speculation
-
-
-class _Kind(NamedTuple):
-    """Of a round that had draft tokens."""
-
-    source: str
-    num_drafted: int
-    num_steps: int
-    num_accepted: int
 
 
 class Tally:
@@ -37,6 +27,7 @@ class Tally:
         self.num_rounds = self.num_prepared = self.num_begun = self.num_cached_tokens = 0
         self.num_cut = 0
         self.latest_reason = ""
+        # Rounds with draft tokens, by source, number of these, their depth, and how many were accepted.
         self._kinds: dict[tuple[str, int, int, int], int] = {}
 
     def add(self, done: Round) -> None:
@@ -52,10 +43,6 @@ class Tally:
         elif done.why_plain:
             self.latest_reason = done.why_plain
 
-    def _counted(self) -> Iterator[tuple[_Kind, int]]:
-        """Kinds of rounds that had draft tokens, and how many of each, in the order of their first."""
-        return ((_Kind(*kind), count) for kind, count in self._kinds.items())
-
     @property
     def num_drafts(self) -> int:
         """Rounds with draft tokens."""
@@ -64,45 +51,45 @@ class Tally:
     @property
     def num_draft_tokens(self) -> int:
         """Draft tokens verified."""
-        return sum(kind.num_drafted * count for kind, count in self._counted())
+        return sum(num_drafted * count for (_, num_drafted, _, _), count in self._kinds.items())
 
     @property
     def num_accepted(self) -> int:
         """Draft tokens accepted."""
-        return sum(kind.num_accepted * count for kind, count in self._counted())
+        return sum(num_accepted * count for (_, _, _, num_accepted), count in self._kinds.items())
 
     @property
     def drafted_per_position(self) -> list[int]:
         """Rounds that had a draft token at a position; in a tree, at a depth."""
-        counts = [0] * self._num_positions
-        for kind, count in self._counted():
-            for position in range(kind.num_steps):
-                counts[position] += count
-        return counts
+        return self._per_position((num_steps, count) for (_, _, num_steps, _), count in self._kinds.items())
 
     @property
     def accepted_per_position(self) -> list[int]:
         """Rounds that accepted the draft token at a position; in a tree, at a depth."""
+        return self._per_position((accepted, count) for (_, _, _, accepted), count in self._kinds.items())
+
+    def _per_position(self, rounds: Iterable[tuple[int, int]]) -> list[int]:
+        """Of kinds of rounds by how many positions each had, and how many rounds there were."""
         counts = [0] * self._num_positions
-        for kind, count in self._counted():
-            for position in range(kind.num_accepted):
+        for num_positions, count in rounds:
+            for position in range(num_positions):
                 counts[position] += count
         return counts
 
     @property
     def by_source(self) -> dict[str, SourceCounts]:
-        """Counts of the proposals of each source."""
+        """Counts of the proposals of each source, in the order of their first."""
         found: dict[str, SourceCounts] = {}
-        for kind, count in self._counted():
-            before = found.get(kind.source) or SourceCounts(source=kind.source)
-            found[kind.source] = before.plus(count * kind.num_drafted, count * kind.num_accepted, count)
+        for (source, num_drafted, _, num_accepted), count in self._kinds.items():
+            before = found.get(source) or SourceCounts(source=source)
+            found[source] = before.plus(count * num_drafted, count * num_accepted, count)
         return found
 
     def speculation(self, draft_unavailable: str = "") -> Speculation:
         """The counts so far."""
         histogram = [0] * (self._num_positions + 1 if self._kinds else 0)
-        for kind, count in self._counted():
-            histogram[kind.num_accepted] += count
+        for (_, _, _, num_accepted), count in self._kinds.items():
+            histogram[num_accepted] += count
         return Speculation(
             num_rounds=self.num_rounds,
             num_tokens=self.num_rounds + self.num_accepted - self.num_cut,
@@ -119,4 +106,4 @@ class Tally:
 
     @property
     def _num_positions(self) -> int:
-        return max((kind.num_steps for kind, _ in self._counted()), default=0)
+        return max((num_steps for _, _, num_steps, _ in self._kinds), default=0)

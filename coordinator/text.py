@@ -44,6 +44,9 @@ class IncrementalDetokenizer:
     follows, however late, and has no flush for what is incomplete at the end.
 
     Without a tokenizer the text is always empty.
+
+    Attributes:
+        num_pending: latest tokens that wait for the rest of a character; at most 8.
     """
 
     def __init__(
@@ -51,21 +54,16 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
-        self._num_pending = 0
+        self.num_pending = 0
         self._window = self._context(prompt_ids)
         self._boundary = len(self._window)  # window[:boundary] was whole characters when it was added
         # A prompt may end within a character (a resumed generation): then the output completes it.
         self._num_emitted = len(self._decode(self._window).rstrip(_REPLACEMENT))
 
-    @property
-    def num_pending(self) -> int:
-        """Latest tokens that wait for the rest of a character; at most 8."""
-        return self._num_pending
-
     def add(self, token_id: int) -> str:
         """Append a token; returns the text that it completes, often none or one word."""
         if not self._has_text(token_id):
-            if self._num_pending:
+            if self.num_pending:
                 self._wait()
             return ""
         self._window.append(token_id)
@@ -73,7 +71,7 @@ class IncrementalDetokenizer:
         num_certain = len(text.rstrip(_REPLACEMENT))
         cut = 0
         if num_certain == len(text):
-            self._num_pending = 0
+            self.num_pending = 0
             self._boundary, cut = len(self._window), self._boundary
         elif self._wait() == _MAX_PENDING:
             num_certain = max(num_certain, len(text) - _MAX_INCOMPLETE)
@@ -89,12 +87,12 @@ class IncrementalDetokenizer:
         text = self._decode(self._window)
         piece = text[self._num_emitted :]
         self._num_emitted = len(text)
-        self._num_pending = 0
+        self.num_pending = 0
         return piece
 
     def _wait(self) -> int:
-        self._num_pending = min(self._num_pending + 1, _MAX_PENDING)
-        return self._num_pending
+        self.num_pending = min(self.num_pending + 1, _MAX_PENDING)
+        return self.num_pending
 
     def _has_text(self, token_id: int) -> bool:
         if self._tokenizer is None:
@@ -131,24 +129,19 @@ class _Progress:
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self.matched = 0
-        self._fallback = self._fallbacks(pattern)
-
-    @property
-    def num_open(self) -> int:
-        """Latest characters that may be the beginning of a match."""
-        return self._fallback[-1] if self.matched == len(self.pattern) else self.matched
-
-    @staticmethod
-    def _fallbacks(pattern: str) -> list[int]:
-        """[i]: length of the longest proper prefix of the pattern that ends pattern[: i + 1]."""
-        table = [0] * len(pattern)
+        # [i]: length of the longest proper prefix of the pattern that ends pattern[: i + 1].
+        self._fallback = table = [0] * len(pattern)
         matched = 0
         for i in range(1, len(pattern)):
             while matched and pattern[i] != pattern[matched]:
                 matched = table[matched - 1]
             matched += pattern[i] == pattern[matched]
             table[i] = matched
-        return table
+
+    @property
+    def num_open(self) -> int:
+        """Latest characters that may be the beginning of a match."""
+        return self._fallback[-1] if self.matched == len(self.pattern) else self.matched
 
     def step(self, char: str) -> bool:
         """Advance by one character; True when it completes the stop string."""

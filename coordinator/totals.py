@@ -22,7 +22,9 @@ from coordinator.tally import Tally
 from specwire import clock, errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
 from specwire.telemetry import logs
+from specwire.telemetry import semantics as names
 from specwire.telemetry.metrics import HistogramData
+from specwire.telemetry.semantics import stage_attribute
 from specwire.telemetry.tracing import NO_SPAN, Span
 
 log = logging.getLogger(__name__)
@@ -208,26 +210,25 @@ def status_of(error: BaseException) -> str:
     return CANCELLED if is_cancelled else INTERNAL
 
 
-def _has_passed(remaining_s: float | None) -> bool:
-    """Whether a deadline has passed on the client's clock: the client cancels then, and we see the deadline
-    pass later than that by the time that the request was on its way."""
-    return remaining_s is not None and remaining_s < _MAX_ONE_WAY_S
-
-
 def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float | None) -> str:
     status = status_of(error)
     if status != CANCELLED:
         return status
     if call.generation and call.generation.ended:
         return OK  # the client has its last message, and hung up before the call ended here
-    return DEADLINE_EXCEEDED if _has_passed(remaining_s) else CANCELLED
+    # A client cancels when the deadline passes on its clock; here it passes later, by the time that the
+    # request was on its way.
+    has_passed = remaining_s is not None and remaining_s < _MAX_ONE_WAY_S
+    return DEADLINE_EXCEEDED if has_passed else CANCELLED
 
 
 def _end(call: CallRecord) -> None:
     call.ledger.close()
     done, timing = call.done, call.ledger.timing()
     call.totals.end(call, done, timing)
-    call.span.set(spans.of_stages(timing))
+    # Every stage that took any time; they add up to the span's duration.
+    stages = {stage_attribute(stage): spent_ms for stage, spent_ms in timing.stages.items() if spent_ms}
+    call.span.set({**stages, names.AHEAD_MS: timing.ahead_ms})
     if done is not None:
         call.span.set(spans.of_generation(done, has_ended=call.status == OK))
     call.span.end(clock.epoch_ns(call.ledger.closed_ns))

@@ -71,18 +71,14 @@ class Grades:
 
     def decide(self) -> bool | None:
         """Whether what was learnt is better; None while that is open. A decision begins anew."""
-        gain, error = self._gain()
-        if abs(gain) <= NUM_ERRORS * error:
+        num_labels = sum(each.num_labels for each in self._undecided)
+        if num_labels < MIN_LABELS:
+            return None
+        # Mean gain of a token and its standard error, from the spread between windows.
+        gain = sum(each.gain for each in self._undecided) / num_labels
+        squares = sum((each.gain - gain * each.num_labels) ** 2 for each in self._undecided)
+        if abs(gain) <= NUM_ERRORS * math.sqrt(squares) / num_labels:
             return None
         self._undecided.clear()
         self._is_first &= gain < 0
         return gain > 0
-
-    def _gain(self) -> tuple[float, float]:
-        """Mean gain of a token and its standard error, from the spread between windows."""
-        num_labels = sum(each.num_labels for each in self._undecided)
-        if num_labels < MIN_LABELS:
-            return 0.0, 0.0
-        mean = sum(each.gain for each in self._undecided) / num_labels
-        squares = sum((each.gain - mean * each.num_labels) ** 2 for each in self._undecided)
-        return mean, math.sqrt(squares) / num_labels

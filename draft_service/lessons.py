@@ -90,11 +90,11 @@ class Windows:
         num_repeats: how often a window is studied again.
     """
 
-    def __init__(self, capacity: int, num_repeats: int, seed: int = 0) -> None:
+    def __init__(self, capacity: int, num_repeats: int) -> None:
         self._fresh: deque[Window] = deque(maxlen=capacity)
         self._studied: deque[Window] = deque(maxlen=capacity * max(1, num_repeats))  # as often as they recur
         self._num_repeats = num_repeats
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._is_freshs_turn = True
 
     def __len__(self) -> int:

@@ -116,12 +116,6 @@ class Branch:
             likely = forecast.outcomes(self.proposal.token_ids, self.job.candidates, least)
         self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
-    def take_outcome(self) -> Likely:
-        """Remove the likeliest outcome, to make a branch for it."""
-        likely = self.outcomes.pop()
-        self.taken.add(likely.token_ids)
-        return likely
-
     def leaves(self) -> list[int]:
         """Nodes of its tree whose candidates are not known, best first."""
         if not isinstance(self.job, TreeJob):
@@ -131,12 +125,6 @@ class Branch:
         room = min(NUM_EXPANDED, MAX_TREE_NODES - len(known))
         leaves = [node for node in self.job.nodes if node not in known]
         return [node for node in leaves if growth.worths[node] * self.worth >= MIN_WORTH][:room]
-
-    def move_to_root(self, root_path_len: int, root_worth: float) -> None:
-        """Measure path and worth from a branch that is the root from now on, given its own path and worth."""
-        self.path = self.path[root_path_len:]
-        self.worth = self.job.worth = self.worth / root_worth
-        self.num_listed = 0  # outcomes below the minimum worth may be above it now
 
 
 @dataclass(eq=False, slots=True)
@@ -411,8 +399,10 @@ class Lookahead:
             if self._transcript is not None:
                 self._transcript.follow(found.path)
             path_len, worth = len(found.path), found.worth
-            for branch in (found, *kept):
-                branch.move_to_root(path_len, worth)
+            for branch in (found, *kept):  # path and worth are measured from the new root
+                branch.path = branch.path[path_len:]
+                branch.worth = branch.job.worth = branch.worth / worth
+                branch.num_listed = 0  # outcomes below the minimum worth may be above it now
         return found
 
     def _learn(self, path: tuple[int, ...]) -> None:
@@ -502,8 +492,8 @@ class Lookahead:
             branch.settle(job, error)
 
     def _add_branch(self, parent: Branch, preparation: Preparation) -> None:
-        worth = parent.next_worth
-        token_ids = parent.take_outcome().token_ids
+        worth, token_ids = parent.next_worth, parent.outcomes.pop().token_ids
+        parent.taken.add(token_ids)
         # What a fork shares of a tree is its prefix: the path in it is run again.
         num_shared = 0 if isinstance(parent.job, TreeJob) else len(token_ids) - 1
         path = (*parent.path, *token_ids)

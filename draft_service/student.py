@@ -61,7 +61,13 @@ class Student:
         """
         with _learning():
             log_probs, labels = self._log_probs(window)
-            grade = self._grade(window, log_probs.detach(), labels) if is_graded else None
+            grade = None
+            if is_graded:
+                with torch.no_grad():
+                    served, _ = self._log_probs(window, dict(self._served.named_parameters()))
+                    agreement, score = _scores(served, labels, window.temperature)
+                    _, learnt = _scores(log_probs.detach(), labels, window.temperature)
+                grade = Grade(window.num_labels, float(learnt - score), float(agreement))
             loss = F.nll_loss(log_probs, labels, reduction="sum") / (WINDOWS_PER_STEP * NUM_LABELS)
             loss.backward()  # type: ignore[no-untyped-call]
             self._num_added_up += 1
@@ -104,13 +110,6 @@ class Student:
         )
         _copy(self._served, self._model)
         self._model.to(self._served.dtype).save_pretrained(directory)
-
-    def _grade(self, window: Window, ours: Tensor, labels: Tensor) -> Grade:
-        with torch.no_grad():
-            theirs, _ = self._log_probs(window, dict(self._served.named_parameters()))
-            agreement, served = _scores(theirs, labels, window.temperature)
-            _, learnt = _scores(ours, labels, window.temperature)
-        return Grade(window.num_labels, float(learnt - served), float(agreement))
 
     def _log_probs(self, window: Window, weights: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Of the next token before each label, float32 [num_labels, vocab_size]; and the labels."""

@@ -154,13 +154,11 @@ class Translation:
             self._ends.append(len(self._text))
             if text is None:
                 self._cut()
-                self._close(len(self._text), len(self._ends), self._special(target_id))
+                is_start = len(self._ends) == 1 and bool(self.shared.draft.start)
+                is_shared = target_id in self.shared and not is_start
+                special_ids = self.shared.to_draft([target_id]) if is_shared else []
+                self._close(len(self._text), len(self._ends), special_ids)
         self._cut()
-
-    def _special(self, target_id: int) -> list[int]:
-        if len(self._ends) == 1 and self.shared.draft.start:
-            return []
-        return self.shared.to_draft([target_id]) if target_id in self.shared else []
 
     def _cut(self) -> None:
         """Close all segments whose end is known."""

@@ -54,15 +54,25 @@ class BeamAnswer:
             A chunk with the best one.
         """
         self._ledger.emit_first_token()
-        kept = found[: self._request.params.num_return_sequences]
-        pieces = [self._text(each.beam.tokens()) for each in kept]
-        self._hypotheses = tuple(
-            self._hypothesis(each, "".join(text)) for each, text in zip(kept, pieces, strict=True)
-        )
+        pieces: list[list[str]] = []
+        hypotheses = []
+        for each in found[: self._request.params.num_return_sequences]:
+            token_ids = each.beam.tokens()
+            pieces.append(self._text(token_ids))
+            stops = token_ids[-1] in self._request.end_ids
+            hypotheses.append(
+                Hypothesis(
+                    text="".join(pieces[-1]),
+                    token_ids=tuple(token_ids),
+                    score=float(each.score),
+                    finish_reason=FinishReason.STOP if stops else FinishReason.LENGTH,
+                    stop_reason=token_ids[-1] if stops else None,
+                )
+            )
+        self._hypotheses = tuple(hypotheses)
         chunk = client_wire.OpenChunk(self._request.resume_info)
-        num_given = len(
-            self._request.generated_token_ids
-        )  # a resumed search begins again, with the same result
+        # A resumed search begins again, with the same result.
+        num_given = len(self._request.generated_token_ids)
         chunk.skip(num_given)
         best = zip(self._hypotheses[0].token_ids, pieces[0], strict=True)
         for token_id, text in islice(best, num_given, None):
@@ -81,17 +91,6 @@ class BeamAnswer:
             finish_reason=best.finish_reason if best else FinishReason.LENGTH,
             stop_reason=best.stop_reason if best else None,
             hypotheses=self._hypotheses,
-        )
-
-    def _hypothesis(self, found: Scored, text: str) -> Hypothesis:
-        token_ids = found.beam.tokens()
-        stops = token_ids[-1] in self._request.end_ids
-        return Hypothesis(
-            text=text,
-            token_ids=tuple(token_ids),
-            score=float(found.score),
-            finish_reason=FinishReason.STOP if stops else FinishReason.LENGTH,
-            stop_reason=token_ids[-1] if stops else None,
         )
 
     def _text(self, token_ids: Sequence[int]) -> list[str]:

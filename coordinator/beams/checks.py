@@ -50,16 +50,10 @@ def check_beams(
     is_named = params.draft is not None
     if is_named and (choice.method or choice.uses_own):
         raise UnsupportedError("draft", params.draft, "beam search drafts by a model, or not at all")
-    _check_width(params, target)
+    num_ends, most = len(end_ids(params, target)), min(MAX_LOGPROBS, target.vocab_size)
+    if params.num_beams + num_ends > most:
+        raise UnsupportedError("num_beams", params.num_beams, f"with {num_ends} end tokens is over {most}")
     return DraftChoice(uses_model=choice.uses_model)
-
-
-def _check_width(params: SamplingParams, target: ModelInfo) -> None:
-    num_ends = len(end_ids(params, target))
-    num_top = params.num_beams + num_ends
-    if num_top > min(MAX_LOGPROBS, target.vocab_size):
-        problem = f"with {num_ends} end tokens is over {min(MAX_LOGPROBS, target.vocab_size)}"
-        raise UnsupportedError("num_beams", params.num_beams, problem)
 
 
 def end_ids(params: SamplingParams, target: ModelInfo) -> frozenset[int]:

@@ -1,4 +1,7 @@
-"""Sequences of a model service that follow the texts of a search, each the one that it knows most of."""
+"""Sequences of a model service that follow the texts of a search, each the one that it knows most of.
+
+Draft tokens after live beams are asked for all at once: a chain or a tree after each.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from coordinator.beams.trees import common_ancestor
+from coordinator.cost import Cost
+from coordinator.generation import Drafter, Plan
+from specwire.core import Proposal
 from specwire.rule.beam_search import Beam
+from specwire.telemetry import tracing
 
 
 class Rewindable(Protocol):
@@ -23,37 +30,21 @@ class Rewindable(Protocol):
 Kind_co = TypeVar("Kind_co", bound=Rewindable, covariant=True)
 
 
-class Follower(Generic[Kind_co]):
-    """A sequence, and the text that it was asked about last.
+class Followers(Generic[Kind_co]):
+    """All sequences of a search at one service.
 
     Attributes:
-        beam: None before the first time.
+        sequences: all of them.
     """
-
-    def __init__(self, sequence: Kind_co) -> None:
-        self.sequence = sequence
-        self.beam: Beam | None = None
-
-    def num_known(self, beam: Beam) -> int:
-        """Tokens of a text that the service has; -1 if not even the prompt."""
-        return -1 if self.beam is None else common_ancestor(self.beam, beam).length
-
-
-class Followers(Generic[Kind_co]):
-    """All sequences of a search at one service."""
 
     def __init__(self, sequences: Sequence[Kind_co], prompt: Sequence[int]) -> None:
         """Args:
         sequences: as many as texts are asked about at once, none of them open yet.
         prompt: what all texts follow.
         """
-        self._followers = [Follower(sequence) for sequence in sequences]
+        self.sequences = sequences
+        self._beams: list[Beam | None] = [None] * len(sequences)  # that each was asked about last
         self._prompt = list(prompt)
-
-    @property
-    def sequences(self) -> list[Kind_co]:
-        """All of them."""
-        return [each.sequence for each in self._followers]
 
     def moved_to(self, beam: Beam, taken: set[int], num_again: int = 0) -> tuple[Kind_co, list[int]]:
         """The sequence that knows most of a text, rewound to what it knows.
@@ -65,20 +56,22 @@ class Followers(Generic[Kind_co]):
         Returns:
             The sequence, and the tokens to commit, the prompt's first.
         """
-        free = (i for i in range(len(self._followers)) if i not in taken)
-        best = max(free, key=lambda i: self._followers[i].num_known(beam))
+        num_known = {  # -1 if not even the prompt
+            i: -1 if last is None else common_ancestor(last, beam).length
+            for i, last in enumerate(self._beams)
+            if i not in taken
+        }
+        best = max(num_known, key=num_known.__getitem__)
         taken.add(best)
-        follower = self._followers[best]
-        num_known = follower.num_known(beam)
-        if num_known >= 0:
-            follower.sequence.rewind(len(self._prompt) + num_known - num_again)
-        follower.beam = beam
-        return follower.sequence, [*self._prompt, *beam.tokens()]
+        if num_known[best] >= 0:
+            self.sequences[best].rewind(len(self._prompt) + num_known[best] - num_again)
+        self._beams[best] = beam
+        return self.sequences[best], [*self._prompt, *beam.tokens()]
 
     def close(self) -> None:
         """Close all sequences."""
-        for each in self._followers:
-            each.sequence.close()
+        for each in self.sequences:
+            each.close()
 
 
 Answer = TypeVar("Answer")
@@ -94,3 +87,50 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
     finally:
         for task in tasks:
             task.cancel()
+
+
+class Slot(Rewindable, Drafter, Protocol):
+    """A sequence of the draft, such as `peers.drafter.RemoteDrafter`."""
+
+
+class BeamDrafts:
+    """The draft of one search: each live beam is followed by a sequence."""
+
+    def __init__(self, sequences: Sequence[Slot], prompt: Sequence[int]) -> None:
+        """Args:
+        sequences: one for each beam; none for plain rounds.
+        prompt: what all beams follow.
+        """
+        self._followers = Followers(sequences, prompt)
+        self._prompt_len = len(prompt)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a draft at all."""
+        return bool(self._followers.sequences)
+
+    @property
+    def unavailable(self) -> str:
+        """Why the draft was not there for a part of the search; empty if it always was."""
+        return next(filter(None, (each.unavailable for each in self._followers.sequences)), "")
+
+    async def propose(
+        self, beams: Sequence[Beam], plan: Plan, parent: tracing.Span
+    ) -> tuple[list[Proposal], Cost]:
+        """A proposal after each live beam, and the cost of the one that took longest."""
+        if not self.has_any or plan.num_draft_tokens <= 0:
+            return [Proposal(self._prompt_len + beam.length) for beam in beams], Cost()
+        taken: set[int] = set()
+        calls = []
+        for beam in beams:
+            # A token is sent again: the draft would learn from tokens that continue its proposal, as if the
+            # target had chosen them.
+            sequence, committed = self._followers.moved_to(beam, taken, num_again=1)
+            calls.append(sequence.propose(committed, plan, parent))
+        answers = await together(calls)
+        slowest = max((cost for _, cost in answers), key=lambda cost: cost.wall_ns)
+        return [proposal for proposal, _ in answers], slowest
+
+    def close(self) -> None:
+        """Close all sequences."""
+        self._followers.close()

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
-from coordinator.beams.drafting import BeamDrafts
-from coordinator.beams.followers import Followers, Rewindable, together
+from coordinator.beams.followers import BeamDrafts, Followers, Rewindable, together
 from coordinator.beams.planning import BeamPlanner, Size
 from coordinator.beams.trees import BeamTree, drafts_of, packed
 from coordinator.cost import Cost
@@ -123,7 +122,8 @@ class BeamGeneration:
             length=len(self._prompt) + length,
             num_left=self._rules.max_tokens - length,
         )
-        rooms = [self._room(tree) for tree in trees]
+        room = self._longest_len - len(self._prompt)
+        rooms = [min(MAX_TREE_NODES, room - tree.prefix.length) for tree in trees]  # draft tokens included
         each = zip(trees, rooms, strict=True)
         room = min((room - tree.num_live_nodes) // len(tree.beams) for tree, room in each)
         plan = self._planner.plan(size, room)
@@ -135,10 +135,6 @@ class BeamGeneration:
             for beam in tree.beams:
                 tree.add(beam, of_beam[beam], room)
         return plan, cost
-
-    def _room(self, tree: BeamTree) -> int:
-        """Most nodes of a tree, draft tokens included."""
-        return min(MAX_TREE_NODES, self._longest_len - len(self._prompt) - tree.prefix.length)
 
     async def _verify(self, trees: Sequence[BeamTree], parent: tracing.Span) -> tuple[list[Verdict], Cost]:
         """The verdicts on all trees, which the target runs in one pass if it can; the cost of the slowest."""

@@ -42,15 +42,13 @@ class BeamTree:
         """
         made: list[Beam] = []
         for node, token_id in enumerate(proposal.token_ids[: max(0, room - len(self.nodes))]):
-            parent = proposal.parent(node)
-            made.append(self._child(made[parent] if parent >= 0 else beam, token_id))
-
-    def _child(self, parent: Beam, token_id: int) -> Beam:
-        child = self.drafted.get((parent, token_id))
-        if child is None:
-            child = self.drafted[parent, token_id] = Beam(parent, token_id)
-            self.nodes.append(child)
-        return child
+            place = proposal.parent(node)
+            parent = made[place] if place >= 0 else beam
+            child = self.drafted.get((parent, token_id))
+            if child is None:
+                child = self.drafted[parent, token_id] = Beam(parent, token_id)
+                self.nodes.append(child)
+            made.append(child)
 
     def proposal(self, base_len: int) -> Proposal:
         """The nodes, as what the target is asked about after its prefix.
@@ -79,16 +77,13 @@ def packed(beams: Sequence[Beam], most: int) -> list[BeamTree]:
     groups: list[list[Beam]] = []
     for beam in beams:
         for group in groups:
-            if _fits([*group, beam], most):
+            both = [*group, beam]
+            if len(_below(_ancestor(both), both, most)) <= most:
                 group.append(beam)
                 break
         else:
             groups.append([beam])
     return [BeamTree(group) for group in groups]
-
-
-def _fits(beams: Sequence[Beam], most: int) -> bool:
-    return len(_below(_ancestor(beams), beams, most)) <= most
 
 
 def common_ancestor(one: Beam, other: Beam) -> Beam:

@@ -92,8 +92,10 @@ class DraftChoices:
             return DraftChoice()
         first, comma, rest = given.partition(",")
         method, model = (first, rest) if first in METHODS else ("", given)
-        if comma or not method:
-            self._check_model(given, model)
+        models = [MODEL, *filter(None, [self._model_name()])] if self._has_model else []
+        if (comma or not method) and model not in models:
+            offered = ", ".join([*METHODS, *models, *filter(None, [self._own_source]), DRAFT_OFF])
+            raise InvalidRequestError("draft", given, f"is not offered here: {offered}")
         return self._choice(method, uses_model=bool(model))
 
     def why_plain(self, params: SamplingParams, choice: DraftChoice) -> str:
@@ -109,10 +111,3 @@ class DraftChoices:
     def _choice(self, method: str, *, uses_model: bool) -> DraftChoice:
         reads_earlier = method == SUFFIX or (method in COUNTS and method != self._counts_corpus)
         return DraftChoice(method, uses_model=uses_model, reads_earlier=reads_earlier)
-
-    def _check_model(self, given: str, model: str) -> None:
-        models = [MODEL, *filter(None, [self._model_name()])] if self._has_model else []
-        if model not in models:
-            own = filter(None, [self._own_source])
-            offered = ", ".join([*METHODS, *models, *own, DRAFT_OFF])
-            raise InvalidRequestError("draft", given, f"is not offered here: {offered}")

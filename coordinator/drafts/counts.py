@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from coordinator.drafts.text import Guess
-from specwire.proposals.history import TokenArray
-from specwire.support import IntArray
+from specwire.proposals.history import Guess, TokenArray
 
 _ID_BITS = 21
 """Of a token id in a key of three; larger ids make wrong guesses, which cost a draft token."""
@@ -36,14 +33,20 @@ class Table:
         keys = np.zeros(num_grams, dtype=np.int64)
         for i in range(n):
             keys = keys << _ID_BITS | tokens[i : i + num_grams] & _ID_MASK
-        grams, counts = np.unique(keys, return_counts=True)
-        self._contexts, self._next, self._shares = _most_frequent(grams, counts)
+        grams, counts = np.unique(keys, return_counts=True)  # ascending: contexts are together
+        self._contexts, first = np.unique(grams >> _ID_BITS, return_index=True)
+        totals = np.add.reduceat(counts, first) if len(first) else counts
+        order = np.lexsort((counts, grams >> _ID_BITS))  # the last of each context is its most frequent
+        best = order[np.append(first[1:], len(grams)) - 1] if len(first) else order
+        self._next, self._shares = grams[best] & _ID_MASK, counts[best] / totals
 
-    def path(self, committed: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
-        """[≤ num_tokens] tokens, and how often each followed its context; up to an unknown context."""
+    def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
+        """See `text.Method`; up to an unknown context, with how often each token followed its context."""
         token_ids: list[int] = []
         shares: list[float] = []
-        context = _key(committed[len(committed) - self._num_context :])
+        context = 0
+        for token_id in committed[len(committed) - self._num_context :]:
+            context = context << _ID_BITS | token_id & _ID_MASK
         mask = (1 << _ID_BITS * self._num_context) - 1
         while len(token_ids) < num_tokens:
             i = int(self._contexts.searchsorted(context))
@@ -52,39 +55,6 @@ class Table:
             token_ids.append(int(self._next[i]))
             shares.append(float(self._shares[i]))
             context = (context << _ID_BITS | token_ids[-1]) & mask
-        return token_ids, shares
-
-
-def _most_frequent(grams: IntArray, counts: IntArray) -> tuple[IntArray, IntArray, npt.NDArray[np.float64]]:
-    """Of each context: key, next token, and its share.
-
-    Args:
-        grams: [num_grams] different keys, ascending: contexts are together.
-        counts: [num_grams] of their occurrences.
-    """
-    contexts, first = np.unique(grams >> _ID_BITS, return_index=True)
-    totals = np.add.reduceat(counts, first) if len(first) else counts
-    order = np.lexsort((counts, grams >> _ID_BITS))  # the last of each context is its most frequent
-    best = order[np.append(first[1:], len(grams)) - 1] if len(first) else order
-    return contexts, grams[best] & _ID_MASK, counts[best] / totals
-
-
-def _key(token_ids: Sequence[int]) -> int:
-    key = 0
-    for token_id in token_ids:
-        key = key << _ID_BITS | token_id & _ID_MASK
-    return key
-
-
-class Counted:
-    """By counts that never change: those of a text file."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
-        """See `text.Method`."""
-        token_ids, shares = self._table.path(committed, num_tokens)
         return Guess(token_ids, shares, 0, _PRIOR) if token_ids else None
 
 
@@ -97,7 +67,7 @@ class CountedOutput:
         earlier: [num_tokens] outputs of earlier generations.
         """
         self._n, self._earlier = n, earlier
-        self._counted = Counted(Table(n, earlier))
+        self._counted = Table(n, earlier)
         self._prompt_len: int | None = None
         self._least_growth = _LEAST_GROWTH + int(_EARLIER_GROWTH * len(earlier))
         self._recount_len = self._least_growth
@@ -110,5 +80,5 @@ class CountedOutput:
         if output_len >= self._recount_len:
             self._recount_len = int(_GROWTH * output_len) + self._least_growth
             output = np.array(committed[self._prompt_len :], dtype=np.int32)
-            self._counted = Counted(Table(self._n, np.concatenate([self._earlier, output])))
+            self._counted = Table(self._n, np.concatenate([self._earlier, output]))
         return self._counted.guess(committed, num_tokens)

@@ -10,44 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.drafts.text import Guess
-from specwire.config.speculative import SpeculativeConfig
-from specwire.proposals.history import MAX_CONTINUATIONS, History, TokenArray, likeliest_path
+from specwire.config.speculative import NGRAM, SpeculativeConfig
+from specwire.proposals.history import MAX_CONTINUATIONS, NO_TOKENS, Guess, History, TokenArray
 
 
-class Ngram:
-    """Of the occurrences of the longest match, what followed the latest."""
+class Occurrences:
+    """A `text.Method`. Of the longest match `ngram` takes what followed last, `suffix` what most share."""
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._history = History(config.prompt_lookup_min, config.prompt_lookup_max)
-
-    def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
-        """See `text.Method`. The longer the match, the likelier that the text goes on as it did."""
-        self._history.update(committed)
-        found = self._history.find()
-        if found is None:
-            return None
-        [token_ids] = self._history.continuations(found.ends[-1:], num_tokens).tolist()
-        match_len = found.match_len
-        return Guess(token_ids, [1.0] * num_tokens, match_len.bit_length(), match_len / (match_len + 1))
-
-
-class Suffix:
-    """Of all occurrences of the longest match, the continuation that most of them share."""
-
-    def __init__(self, config: SpeculativeConfig, earlier: TokenArray) -> None:
+    def __init__(self, config: SpeculativeConfig, earlier: TokenArray = NO_TOKENS) -> None:
         """Args:
         earlier: [num_tokens] outputs of earlier generations.
         """
         self._history = History(config.prompt_lookup_min, config.prompt_lookup_max, earlier)
+        self._num_counted = 1 if config.method == NGRAM else MAX_CONTINUATIONS
 
     def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
-        """See `text.Method`."""
         self._history.update(committed)
-        found = self._history.find()
-        if found is None:
-            return None
-        rows = self._history.continuations(found.ends[-MAX_CONTINUATIONS:], num_tokens)
-        token_ids, shares = likeliest_path(rows)
-        match_len = found.match_len
-        return Guess(token_ids, shares, match_len.bit_length(), match_len / (match_len + 1))
+        return self._history.guess(num_tokens, self._num_counted)

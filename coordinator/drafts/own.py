@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.cost import CallOutcome, Cost
-from coordinator.drafts.text import Guess
 from coordinator.generation import Plan, Round
 from specwire.core import Proposal
+from specwire.proposals.history import Guess
 from specwire.telemetry import tracing
 
 PRIOR = 0.5
@@ -28,7 +28,7 @@ class Target(Protocol):
 
 
 class OwnDrafter:
-    """Takes what the last verdict brought: no wait, no message of its own.
+    """A `generation.Drafter`: takes what the last verdict brought, with no wait and no message of its own.
 
     The first round of a sequence has no proposal, nor has one after the target was lost.
     """
@@ -39,14 +39,12 @@ class OwnDrafter:
         self._target = target
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
-        """See `generation.Drafter`."""
         self._target.want(plan.num_draft_tokens, plan.max_depth)
         return Cost(outcome=CallOutcome.READY)
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
-        """See `generation.Drafter`."""
         self._target.want(plan.num_draft_tokens, plan.max_depth)
         found = self._target.drafted(committed) if plan.num_draft_tokens else None
         if found is None:
@@ -61,13 +59,12 @@ class OwnDrafter:
 
 
 class Forced:
-    """The text that must follow, as tokens, of which the target may choose others."""
+    """A `text.Method`: what must follow, as tokens, of which the target may choose others."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
 
     def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
-        """See `text.Method`."""
         self._target.want(num_tokens, 0)
         found = self._target.drafted(committed)
         if found is None:

@@ -9,31 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from coordinator.cost import Cost
 from coordinator.generation import Drafter, Plan, Round
 from specwire.core import Proposal, num_in_common
 from specwire.proposals.estimate.acceptance import PRIOR_ACCEPTANCE
 from specwire.proposals.estimate.rates import Rate, best_length, expected_tokens
+from specwire.proposals.history import Guess
 from specwire.support import certain
 from specwire.telemetry import tracing
-
-
-class Guess(NamedTuple):
-    """What may follow.
-
-    Attributes:
-        token_ids: [num_tokens] at most as many as asked for.
-        shares: [num_tokens] how often each followed those before it, where they occurred.
-        kind: acceptance is measured for guesses of a kind together.
-        prior: acceptance of the kind before it is measured, as a share of `shares`.
-    """
-
-    token_ids: list[int]
-    shares: list[float]
-    kind: int
-    prior: float
 
 
 class Method(Protocol):
@@ -44,7 +29,7 @@ class Method(Protocol):
 
 
 class TextDrafter:
-    """Proposes as much of a guess as pays, or the model's tokens where they promise more.
+    """A `generation.Drafter`: as much of a guess as pays, or the model's tokens where they promise more.
 
     Acceptance is measured by kind of guess in every round that had one, whether it was proposed or not: a
     guess can be compared with what was committed. Where the request does not fix the number of draft tokens,
@@ -90,7 +75,6 @@ class TextDrafter:
         return self._model.unavailable
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
-        """See `generation.Drafter`."""
         self._guess = None
         return self._model.follow(committed, begun, plan)
 
@@ -102,18 +86,14 @@ class TextDrafter:
             self._num_remembered = len(committed)
         self._committed = committed  # it grows: `close` finds the last round's tokens there
         own, promised = self.from_text(committed, plan.num_text_tokens)
-        if own.token_ids and promised >= self._from_model(plan.num_steps):
-            return own, Cost()
+        if own.token_ids:
+            of_model = expected_tokens([self._model_rate.value] * plan.num_steps)[-1]
+            if self._is_certain and plan.num_steps:  # the model continues this very text
+                of_model = math.inf
+            if promised >= of_model:
+                return own, Cost()
         proposal, cost = await self._model.propose(committed, plan, parent)
         return proposal if proposal.token_ids else own, cost
-
-    def _from_model(self, num_steps: int) -> float:
-        """The tokens that a round with the model's proposal is expected to commit."""
-        if (
-            self._is_certain and num_steps
-        ):  # the model's begins with the same text, spelled as the target does
-            return math.inf
-        return expected_tokens([self._model_rate.value] * num_steps)[-1]
 
     def from_text(self, committed: Sequence[int], num_tokens: int) -> tuple[Proposal, float]:
         """The method's proposal, and the tokens that a round with it is expected to commit."""
@@ -127,7 +107,6 @@ class TextDrafter:
         return self._proposal(len(committed), guess.token_ids[:num_proposed]), expected[num_proposed]
 
     def observe(self, done: Round) -> None:
-        """See `generation.Drafter`."""
         self._verify_cost = done.verify_cost
         self._model.observe(done)
         if self._guess is not None:
@@ -141,7 +120,6 @@ class TextDrafter:
             self._model_rate.add(num_accepted, num_accepted + bool(done.rejected))
 
     def close(self) -> None:
-        """See `generation.Drafter`."""
         self._model.close()
         if self._remember is not None:
             self._remember(self._committed[self._num_remembered :])

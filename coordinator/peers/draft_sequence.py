@@ -26,7 +26,7 @@ _MAX_PREPARED = 2 * MAX_NUM_OUTCOMES
 
 
 class DraftSequence:
-    """Sends requests in order, and keeps the proposals that arrive by the tokens that they follow.
+    """A `link.Receiver`: sends requests in order, and keeps the proposals that arrive by what they follow.
 
     Attributes:
         prepared: proposals that no round has used yet.
@@ -172,7 +172,6 @@ class DraftSequence:
         return token_ids
 
     def received(self, answer: DraftAnswer | PreparedAnswer, num_bytes: int) -> None:
-        """See `link.Receiver`."""
         proposal = answer.proposal
         try:
             self._check(proposal)
@@ -195,7 +194,6 @@ class DraftSequence:
         self._wake()
 
     def failed(self, error: SpecwireError) -> None:
-        """See `link.Receiver`."""
         self.error = self.error or error
         self._wake()
 

@@ -70,7 +70,7 @@ class Drafted(Protocol):
 
 
 class RemoteDrafter:
-    """The draft service, which may fail: then proposals are empty, and `unavailable` says why.
+    """A `generation.Drafter` that may fail: then proposals are empty, and `unavailable` says why.
 
     What a round gets, besides its cost:
 
@@ -134,7 +134,6 @@ class RemoteDrafter:
         self.unavailable = ""
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
-        """See `generation.Drafter`."""
         if not begun.token_ids:  # the next round asks
             return Cost()
         if self._current is None:
@@ -144,7 +143,6 @@ class RemoteDrafter:
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
-        """See `generation.Drafter`."""
         found = self.at_hand(committed, plan, parent)
         if found is not None:
             return found
@@ -159,7 +157,11 @@ class RemoteDrafter:
         """What a round gets without a request; None if the draft has to be asked."""
         if plan.num_draft_tokens <= 0:
             return Proposal(len(committed)), Cost()
-        self._close_if_lost(parent)
+        current = self._current
+        if current is not None and current.replica.num_lost != current.num_lost:  # as another one found out
+            self.unavailable = self.unavailable or current.replica.unavailable or "it was lost for a while"
+            parent.event("draft lost", {names.SERVER_ADDRESS: current.replica.address})
+            self.close()
         replica = self._replica(committed)
         if replica is None or replica.info is None:
             return Proposal(len(committed)), Cost(outcome=CallOutcome.UNAVAILABLE)
@@ -193,14 +195,6 @@ class RemoteDrafter:
 
     # --- where ----------------------------------------------------------------------------------------
 
-    def _close_if_lost(self, parent: tracing.Span) -> None:
-        """Close the sequence if its replica was lost since it was opened, as another one found out."""
-        if self._current is not None and self._current.replica.num_lost != self._current.num_lost:
-            reason = self._current.replica.unavailable or "it was lost for a while"
-            self.unavailable = self.unavailable or reason
-            parent.event("draft lost", {names.SERVER_ADDRESS: self._current.replica.address})
-            self.close()
-
     def _replica(self, committed: Sequence[int]) -> Replica | None:
         """The replica of the sequence, or to open one at; None if there is none."""
         if self._current is not None:
@@ -224,7 +218,7 @@ class RemoteDrafter:
         if found is not None:
             proposal = plan.limit(found.proposal)
             return proposal, self._continue_from(committed, proposal, plan, found)
-        if sequence.error is None and 0 < sequence.late_s <= self._hung_after_s:
+        if sequence.error is None and 0 < sequence.late_s <= _HUNG_AFTER_WAITS * self._longest_wait_s:
             return Proposal(len(committed)), Cost()
         return None
 
@@ -239,10 +233,6 @@ class RemoteDrafter:
         origin = found.origin if found is not None else ASKED
         return Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
 
-    @property
-    def _hung_after_s(self) -> float:
-        return _HUNG_AFTER_WAITS * self._longest_wait_s
-
     async def _request(
         self, replica: Replica, committed: Sequence[int], plan: Plan, traceparent: str, started_ns: int
     ) -> tuple[Proposal, Cost]:
@@ -252,8 +242,9 @@ class RemoteDrafter:
         if self._current is None:
             self._current = self._open_at(replica, committed)
         sequence = self._current.sequence
-        if sequence.late_s > self._hung_after_s:
-            raise ServiceUnavailableError(f"no proposal within {self._hung_after_s * 1e3:.0f} ms")
+        if sequence.late_s > _HUNG_AFTER_WAITS * self._longest_wait_s:
+            waited_ms = _HUNG_AFTER_WAITS * self._longest_wait_s * 1e3
+            raise ServiceUnavailableError(f"no proposal within {waited_ms:.0f} ms")
         expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
         self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
         patience_s = plan.patience_s

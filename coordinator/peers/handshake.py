@@ -14,8 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.peers.addresses import Names
-from coordinator.peers.codecs import draft_codec, verify_codec
-from coordinator.peers.link import Codec, Link
+from coordinator.peers.link import Codec, Link, draft_codec, verify_codec
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
@@ -53,42 +52,29 @@ def check_pair(target: ModelInfo, draft: ModelInfo, *, use_heterogeneous_vocab: 
         HandshakeError: naming both.
     """
     names = f"target {target.name!r} and draft {draft.name!r}"
-    _check_encoders(names, target, draft)
-    if target.tokenizer_fingerprint and draft.tokenizer_fingerprint:
-        if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
-            _check_translates(names, target, draft, is_wanted=use_heterogeneous_vocab)
-    elif target.vocab_size != draft.vocab_size:
-        raise HandshakeError(
-            f"{names} have vocabularies of {target.vocab_size} and {draft.vocab_size} tokens, "
-            "and no tokenizers to compare"
-        )
-
-
-def _check_encoders(names: str, target: ModelInfo, draft: ModelInfo) -> None:
-    """Raises:
-    HandshakeError: one of them is an encoder-decoder, or their decoders begin with different tokens.
-    """
     if target.has_encoder != draft.has_encoder:
         [with_one] = (info.name for info in (target, draft) if info.has_encoder)
         raise HandshakeError(f"{names}: {with_one!r} is an encoder-decoder, and the other is not")
     ours, theirs = target.decoder_token_ids, draft.decoder_token_ids
     if ours != theirs:
         raise HandshakeError(f"{names} have decoders that begin with different tokens ({ours} and {theirs})")
-
-
-def _check_translates(names: str, target: ModelInfo, draft: ModelInfo, *, is_wanted: bool) -> None:
-    """Raises:
-    HandshakeError: the draft does not propose this target's tokens, or it is not wanted.
-    """
-    ours, theirs = target.tokenizer_fingerprint, draft.tokenizer_fingerprint
-    problem = f"{names} have different tokenizers ({ours} and {theirs})"
-    if not is_wanted:
-        flag = '{"method": "draft_model", "use_heterogeneous_vocab": true}'
-        raise HandshakeError(f"{problem}; --speculative-config '{flag}' uses such a draft")
-    if draft.target_tokenizer_fingerprint != ours:
-        proposed = draft.target_tokenizer_fingerprint or theirs
-        needed = "its --target-tokenizer has to name the target's"
-        raise HandshakeError(f"{problem}, and the draft proposes tokens of {proposed}: {needed}")
+    tokenizers = target.tokenizer_fingerprint, draft.tokenizer_fingerprint
+    if all(tokenizers) and tokenizers[0] != tokenizers[1]:
+        problem = f"{names} have different tokenizers ({tokenizers[0]} and {tokenizers[1]})"
+        if not use_heterogeneous_vocab:
+            flag = '{"method": "draft_model", "use_heterogeneous_vocab": true}'
+            raise HandshakeError(f"{problem}; --speculative-config '{flag}' uses such a draft")
+        proposed = draft.target_tokenizer_fingerprint
+        if proposed != tokenizers[0]:
+            needed = "its --target-tokenizer has to name the target's"
+            raise HandshakeError(
+                f"{problem}, and the draft proposes tokens of {proposed or tokenizers[1]}: {needed}"
+            )
+    elif not all(tokenizers) and target.vocab_size != draft.vocab_size:
+        raise HandshakeError(
+            f"{names} have vocabularies of {target.vocab_size} and {draft.vocab_size} tokens, "
+            "and no tokenizers to compare"
+        )
 
 
 def check_version(info: ModelInfo) -> None:

@@ -12,13 +12,16 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from specwire import clock
 from specwire.errors import InternalError, InvalidRequestError, ServiceUnavailableError, SpecwireError
 from specwire.proposals.pushes import Arrived, PushWindow
-from specwire.v1 import common_pb2
+from specwire.rpc.wire import columns
+from specwire.rpc.wire import draft as draft_wire
+from specwire.rpc.wire import verify as verify_wire
+from specwire.v1 import common_pb2, draft_pb2, verify_pb2
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,45 @@ class Codec(NamedTuple):
     encode: Callable[[Sequence[common_pb2.OpenSequence], Sequence[int], Sequence[Any]], Any]
     decode: Callable[[Any], Iterable[tuple[int, Any]]]
     is_pushed: Callable[[Any], bool]
+
+
+Answers = Iterator[tuple[int, Any]]
+
+
+def verify_codec(vocab_size: int, source: str = "") -> Codec:
+    """Of a verify service with this vocabulary, in tokens."""
+
+    def decode(message: verify_pb2.VerifyResponse) -> Answers:
+        for answer in verify_wire.answers_from_proto(message, vocab_size):
+            yield answer.sequence_id, answer
+        yield from _errors(message)
+
+    return Codec(verify_wire.request_to_proto, decode, lambda message: False)
+
+
+def draft_codec(vocab_size: int, source: str = "") -> Codec:
+    """Of a draft service.
+
+    Args:
+        vocab_size: of the target, in tokens.
+        source: of its proposals: the model's name.
+    """
+
+    def decode(message: draft_pb2.DraftResponse) -> Answers:
+        for answer in draft_wire.answers_from_proto(message, vocab_size, source):
+            yield answer.sequence_id, answer
+        if message.HasField("prepared"):
+            for each in draft_wire.prepared_from_proto(message.prepared, vocab_size, source):
+                yield each.sequence_id, each
+        yield from _errors(message)
+
+    return Codec(draft_wire.request_to_proto, decode, lambda message: message.HasField("prepared"))
+
+
+def _errors(message: Any) -> Iterator[tuple[int, SpecwireError]]:
+    """Sequences that the service closed, and why."""
+    for error in message.errors:
+        yield error.sequence_id, columns.error_from_proto(error)
 
 
 class Receiver(Protocol):

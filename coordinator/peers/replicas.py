@@ -6,7 +6,7 @@ import abc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from specwire import clock
 from specwire.core import ModelInfo
@@ -154,10 +154,7 @@ class Replica(abc.ABC):
             self.on_change()
 
 
-AnyReplica = TypeVar("AnyReplica", bound=Replica)
-
-
-def choose(replicas: Iterable[AnyReplica], holder: str | None = None) -> AnyReplica | None:
+def choose(replicas: Iterable[Replica], holder: str | None = None) -> Replica | None:
     """The replica that a new stream goes to; None if there is none.
 
     The one that caches the longest prefix of the sequence, unless it has over two more streams than one and a

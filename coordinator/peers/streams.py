@@ -56,11 +56,9 @@ class GrpcCall:
         self._call = call
 
     async def send(self, request: Any) -> None:
-        """See `link.Call`."""
         await private.send(self._call, request)
 
     async def read(self) -> Any:
-        """See `link.Call`."""
         try:
             response = await self._call.read()
         except grpc.RpcError as error:
@@ -72,7 +70,6 @@ class GrpcCall:
         return response
 
     def cancel(self) -> None:
-        """See `link.Call`."""
         self._call.cancel()
 
 

@@ -52,7 +52,7 @@ results for, and those on their way. With 8, one stream of the embedded target h
 
 
 class _VerifySequence:
-    """One sequence at a replica: sends one request at a time, and waits for its answer.
+    """A `link.Receiver`, one sequence at a replica: sends one request at a time, and waits for its answer.
 
     Attributes:
         num_sent_tokens: committed tokens that the peer was sent.
@@ -147,7 +147,6 @@ class _VerifySequence:
         return self._ahead.find(continuation.ahead_id if continuation else 0, committed)
 
     def received(self, answer: VerifyAnswer, num_bytes: int) -> None:
-        """See `link.Receiver`."""
         asked, waiting = self._asked, self._answer
         if answer.continuation is not None:
             self._last_own_id = min(self._last_own_id, answer.continuation.ahead_id)
@@ -162,7 +161,6 @@ class _VerifySequence:
                 self.failed(ServiceUnavailableError("the service answers what it was not asked"))
 
     def failed(self, error: SpecwireError) -> None:
-        """See `link.Receiver`."""
         self._error = error
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)

@@ -85,17 +85,13 @@ class ModelDrafter:
         if not fits or max(tokens[num_cached:], default=0) >= self.runner.vocab_size:
             return None
         if len(tokens) - num_cached > self._max_prefill_tokens:
-            self._catch_up(memory.sequence)
+            # Run a part of a long text; the other parts come before later passes.
+            cache, end = memory.sequence.cache, num_cached + self._max_prefill_tokens
+            if token_ids := memory.sequence.tokens[num_cached:end]:
+                self.runner.run(Feeds.of([Feed(cache, token_ids, 0)]), None, self._decider.decide)
+                self.runner.end_step()
             return None
         return _LOOK
-
-    def _catch_up(self, sequence: TokenSequence) -> None:
-        """Run a part of a long text; the other parts come before later passes."""
-        start = sequence.cache.length
-        token_ids = sequence.tokens[start : start + self._max_prefill_tokens]
-        if token_ids:
-            self.runner.run(Feeds.of([Feed(sequence.cache, token_ids, 0)]), None, self._decider.decide)
-            self.runner.end_step()
 
     def guess(
         self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
@@ -135,11 +131,9 @@ class ModelDrafter:
         self._decider.apply(drafts, self.runner.run(feeds, question, self._decider.decide))
         self.runner.end_step()
         if is_usual:
-            self._learn(clock.stopwatch_ns() - started_ns)
-
-    def _learn(self, spent_ns: int) -> None:
-        usual_ns = self.guess_ns or spent_ns
-        self.guess_ns = usual_ns + _RATE * (min(spent_ns, _MAX_JUMP * usual_ns) - usual_ns)
+            spent_ns = clock.stopwatch_ns() - started_ns
+            usual_ns = self.guess_ns or spent_ns
+            self.guess_ns = usual_ns + _RATE * (min(spent_ns, _MAX_JUMP * usual_ns) - usual_ns)
 
     def close(self) -> None:
         self.runner.close()

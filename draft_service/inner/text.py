@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from draft_service.inner.jobs import InnerJob
 from draft_service.inner.pace import MOST_GUESSES, Look
 from specwire.config.speculative import NGRAM, SpeculativeConfig
-from specwire.proposals.history import MAX_CONTINUATIONS, History, likeliest_path
+from specwire.proposals.history import MAX_CONTINUATIONS, History
 
 
 class TextMemory(History):
@@ -28,29 +28,18 @@ class TextGuesser:
 
     def __init__(self, method: str) -> None:
         self._config = SpeculativeConfig(method=method)
+        self._num_counted = 1 if method == NGRAM else MAX_CONTINUATIONS
 
     def open(self) -> TextMemory:
         return TextMemory(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
 
     def look(self, job: InnerJob) -> Look | None:
-        """The longer the match, the likelier that the text goes on as it did."""
         memory: TextMemory = job.inner.memory
         num_committed = memory.length
         memory.extend(job.sequence.tokens[num_committed:])
-        found = memory.find()
-        token_ids: Sequence[int] = ()
-        if found is not None:
-            most = min(job.room, MOST_GUESSES)
-            if self._config.method == NGRAM:
-                [token_ids] = memory.continuations(found.ends[-1:], most).tolist()
-            else:
-                rows = memory.continuations(found.ends[-MAX_CONTINUATIONS:], most)
-                token_ids, _ = likeliest_path(rows)
+        found = memory.guess(min(job.room, MOST_GUESSES), self._num_counted)
         memory.truncate(num_committed)
-        if found is None:
-            return None
-        match_len = found.match_len
-        return Look(match_len.bit_length(), match_len / (match_len + 1), token_ids)
+        return Look(found.kind, found.prior, found.token_ids) if found else None
 
     def guess(
         self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]

@@ -83,7 +83,10 @@ def unshared_reason(wanted: Any) -> str:
     """
     name = quantiser(wanted)
     if name == "torchao":
-        kind = str(_default(wanted.get("quant_type")).get("_type"))
+        # What it does with the layers that no name singles out.
+        kinds = wanted.get("quant_type")
+        default = kinds.get("default") if isinstance(kinds, dict) else None
+        kind = str(default.get("_type") if isinstance(default, dict) else None)
         reason = "" if kind in _WEIGHTS_ALONE else f"{kind} is none of {', '.join(_WEIGHTS_ALONE)}"
     elif name == "compressed-tensors":
         reason = _uncut_tensors(wanted)
@@ -92,12 +95,6 @@ def unshared_reason(wanted: Any) -> str:
     else:
         reason = "" if name in ("", "fp8") else "compressed-tensors, fp8 and torchao can be"
     return reason and f"its weights are quantised by {name}, and cannot be spread over ranks: {reason}"
-
-
-def _default(quant_type: Any) -> dict[str, Any]:
-    """What torchao does with the layers that no name singles out."""
-    found = quant_type.get("default") if isinstance(quant_type, dict) else None
-    return found if isinstance(found, dict) else {}
 
 
 def _uncut_tensors(wanted: dict[str, Any]) -> str:

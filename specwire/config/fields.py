@@ -29,40 +29,25 @@ def check(ok: bool, name: str, value: object, problem: str) -> None:
 
 def one_of(*choices: str) -> Check:
     """Check for one of a few words."""
-
-    def check_choice(name: str, value: str) -> None:
-        check(
-            value in choices, name, value, f"is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
-        )
-
-    return check_choice
+    known = ", ".join(choices)
+    return lambda name, value: check(
+        value in choices, name, value, f"is not one of {known}{did_you_mean(value, choices)}"
+    )
 
 
 def at_least(least: int) -> Check:
     """Check for a number with a lower bound."""
-
-    def check_least(name: str, value: int) -> None:
-        check(value >= least, name, value, f"must be at least {least}")
-
-    return check_least
+    return lambda name, value: check(value >= least, name, value, f"must be at least {least}")
 
 
 def between(least: int, most: int) -> Check:
     """Check for a number in [least, most]."""
-
-    def check_range(name: str, value: int) -> None:
-        check(least <= value <= most, name, value, f"must lie in [{least}, {most}]")
-
-    return check_range
+    return lambda name, value: check(least <= value <= most, name, value, f"must lie in [{least}, {most}]")
 
 
 def count_or_auto(limit: int) -> Check:
     """Check for a number in [0, limit] or `auto`."""
-
-    def check_count(name: str, value: str) -> None:
-        parse_count(name, value, limit)
-
-    return check_count
+    return lambda name, value: parse_count(name, value, limit)
 
 
 def parse_count(name: str, value: str, limit: int) -> int | None:

@@ -161,7 +161,9 @@ def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config:
 def _add_flag(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, field: dataclasses.Field[Any]
 ) -> None:
-    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
+    default = "" if field.default == "" else f"default {field.default}; "
+    about = f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
+    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": about}
     if field.metadata.get("positional"):
         parser.add_argument(field.name, nargs="?", metavar=metavar_of(field), **kwargs)
         return
@@ -195,11 +197,6 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
     """Add `--config`, which `read_config` reads."""
     about = "YAML file with flags, as num_draft_tokens: 4; flags and variables win over it"
     parser.add_argument("--config", metavar="FILE.yaml", help=about)
-
-
-def _help(field: dataclasses.Field[Any]) -> str:
-    default = "" if field.default == "" else f"default {field.default}; "
-    return f"{field.metadata['doc']} ({default}{env_name(field.name)})".replace("%", "%%")
 
 
 def _near(words: Sequence[str], known: Collection[str]) -> str:

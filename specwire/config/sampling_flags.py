@@ -25,8 +25,10 @@ def add_sampling_flags(
     """
     group = parser.add_argument_group("sampling")
     for name, field in PARAMETERS.items():
-        if name == "grammar":
-            _add_grammar_flags(parser)
+        if name == "grammar":  # a flag for each kind; `Grammar` refuses two of them
+            grammars = parser.add_argument_group("what the output must match")
+            for kind, (flag, kwargs) in _GRAMMARS.items():
+                grammars.add_argument(flag, dest=f"grammar_{kind}", default=argparse.SUPPRESS, **kwargs)
         elif name not in omit:
             kwargs = _flag(name) | {"dest": _dest(name), "default": argparse.SUPPRESS}
             default = defaults.get(name, field.default)
@@ -63,13 +65,6 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         del values["rule"]
     given = {kind: getattr(args, f"grammar_{kind}") for kind in _GRAMMARS if f"grammar_{kind}" in args}
     return SamplingParams(**values, grammar=Grammar(**given) if given else None)
-
-
-def _add_grammar_flags(parser: argparse.ArgumentParser) -> None:
-    """One for each kind; `Grammar` refuses two of them."""
-    group = parser.add_argument_group("what the output must match")
-    for kind, (flag, kwargs) in _GRAMMARS.items():
-        group.add_argument(flag, dest=f"grammar_{kind}", default=argparse.SUPPRESS, **kwargs)
 
 
 def _content(path: str) -> str:

@@ -180,20 +180,18 @@ class DraftConfig(ModelServiceConfig):
         out = self.learn_out
         check(self.learn or not out, "learn_out", out, "is of use together with --learn only")
         check(not out or Path(out) != Path(self.model), "learn_out", out, "is --model itself")
-        if self.learn:
-            self._check_learn()
-
-    def _check_learn(self) -> None:
-        """Refuse what does not go together with weights that change."""
+        if not self.learn:
+            return
         check(not self.model.startswith(EMULATED), "learn", True, f"{self.model} has no weights")
-        for name, other, usual in (
-            ("tensor_parallel_size", self.tensor_parallel_size, 1),
-            ("batch_invariant", self.batch_invariant, False),
-            ("target_tokenizer", self.target_tokenizer, ""),
-            ("inner", self.inner, ""),
-            ("least_pass_ms", self.least_pass_ms, 0.0),
+        for name, usual in (
+            ("tensor_parallel_size", 1),
+            ("batch_invariant", False),
+            ("target_tokenizer", ""),
+            ("inner", ""),
+            ("least_pass_ms", 0.0),
         ):
-            check(other == usual, name, other, "does not go together with --learn")
+            value = getattr(self, name)
+            check(value == usual, name, value, "does not go together with --learn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,13 +276,6 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
             check(not given.model, "speculative_config", f"model={given.model!r}", problem)
         alone = self.seed == NO_SEED or self.workers == 1
         check(alone, "seed", self.seed, "does not go together with several --workers, whose order is open")
-        self._check_peers()
-
-    @property
-    def capacity(self) -> tuple[int, int]:
-        return self.max_running, self.max_waiting
-
-    def _check_peers(self) -> None:
         check_pair("peer_cert", self.peer_cert, "peer_key", self.peer_key)
         for name in ("peer_cert", "peer_server_name"):
             value = getattr(self, name)
@@ -294,6 +285,10 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
             addresses = getattr(self, name)
             for entry in split_addresses(name, addresses) if addresses or name == "verify_address" else ():
                 check_plaintext(name, entry.removeprefix(DNS), allowed=allowed, remedy="give --peer-ca")
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        return self.max_running, self.max_waiting
 
     @property
     def peer_credentials(self) -> Credentials:

@@ -64,9 +64,6 @@ class SpeculativeConfig:
     corpus: str = ""
 
     def __post_init__(self) -> None:
-        """Raises:
-        ConfigError: naming the key and its value.
-        """
         _check_method(self.method, METHODS)
         least = {"prompt_lookup_max": self.prompt_lookup_min}
         most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
@@ -74,9 +71,6 @@ class SpeculativeConfig:
             value, low, high = getattr(self, name), least.get(name, 1), most.get(name, MAX_PROMPT_LOOKUP)
             ok = type(value) is int and low <= value <= high
             check(ok, _FLAG, f"{name}={value!r}", f"must be a whole number in [{low}, {high}]")
-        self._check_corpus()
-
-    def _check_corpus(self) -> None:
         check(isinstance(self.corpus, str), _FLAG, f"corpus={self.corpus!r}", "is not the name of a file")
         there = not self.corpus or Path(self.corpus).is_file()
         check(there, _FLAG, f"corpus={self.corpus!r}", "no such file")
@@ -106,9 +100,6 @@ class ModelDraftConfig:
     num_chains: int = 4
 
     def __post_init__(self) -> None:
-        """Raises:
-        ConfigError: naming the key and its value.
-        """
         for name, low in (("num_speculative_tokens", 1), ("max_depth", 0)):
             value = getattr(self, name)
             ok = value is None or (type(value) is int and low <= value <= MAX_NUM_DRAFT_TOKENS)
@@ -149,9 +140,6 @@ class OwnDraftConfig(ModelDraftConfig):
     model: str = ""
 
     def __post_init__(self) -> None:
-        """Raises:
-        ConfigError: naming the key and its value.
-        """
         super().__post_init__()
         method, model = self.method, self.model
         check(isinstance(model, str), _FLAG, f"model={model!r}", "is not a text")
@@ -172,19 +160,6 @@ class OwnDraftConfig(ModelDraftConfig):
 _CONFIGS = {DRAFT_MODEL: ModelDraftConfig, **dict.fromkeys(OWN, OwnDraftConfig)}
 
 
-def _keys(method: str) -> tuple[str, ...]:
-    """That a method has a use for."""
-    if method in _CONFIGS:
-        return tuple(field.name for field in fields(_CONFIGS[method]))
-    return ("method", "num_speculative_tokens", *(("corpus",) if method in COUNTS else _LOOKUP_KEYS))
-
-
-def split_hierarchy(draft: str) -> tuple[str, str]:
-    """The inner drafter, empty without one, and the model of `INNER>MODEL`."""
-    inner, above, model = draft.partition(ABOVE)
-    return (inner, model) if above else ("", draft)
-
-
 def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig | None:
     """A JSON object; None for an empty text.
 
@@ -201,7 +176,9 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig 
     check(isinstance(given, dict), _FLAG, text, "is not a JSON object")
     method = given.get("method", NGRAM)
     _check_method(method, OFFERED)
-    known = _keys(method)
+    known = ["method", "num_speculative_tokens", *(["corpus"] if method in COUNTS else _LOOKUP_KEYS)]
+    if method in _CONFIGS:
+        known = [field.name for field in fields(_CONFIGS[method])]
     for key in given:
         problem = f"is not a key of method {method}; known are {', '.join(known)}"
         check(key in known, _FLAG, f"{key}={given[key]!r}", problem)

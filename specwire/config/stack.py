@@ -38,7 +38,7 @@ from specwire.config.models import (
 from specwire.config.own_methods import DIR, DRAFT_MODEL, OWN, OWN_HELP, OWN_METHODS, Own, named_own
 from specwire.config.parts import ListenConfig, ReportConfig, SpeculationConfig, TargetConfig
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
-from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS, split_hierarchy
+from specwire.config.speculative import ABOVE, INNER_METHODS, METHODS
 from specwire.core import Rule
 
 DRAFT_HELP = (
@@ -105,7 +105,11 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
             problem = f"does not fit --target {self.target}; name a draft, or none"
             check(bool(fits), "draft", self.draft, problem)
-        self._check_learn()
+        if self.draft_learn:
+            check(self.draft_model != NO_DRAFT, "draft_learn", True, f"--draft {self.draft} is no model")
+            check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
+            problem = "does not go together with another vocabulary"
+            check(not self.target_tokenizer, "draft_learn", True, problem)
         if self.draft_placement == IN_TARGET and (needs := self._needs_service):
             name, value, why = needs
             check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
@@ -159,13 +163,6 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         if self.draft_placement == AUTO:
             return self._needs_service is None
         return self.draft_placement == IN_TARGET
-
-    def _check_learn(self) -> None:
-        if not self.draft_learn:
-            return
-        check(self.draft_model != NO_DRAFT, "draft_learn", True, f"--draft {self.draft} is no model")
-        check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
-        check(not self.target_tokenizer, "draft_learn", True, "does not go together with another vocabulary")
 
     def _check_own(self) -> None:
         """Refuse what does not go together with a target that drafts for itself."""
@@ -296,7 +293,9 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         first, comma, rest = self.draft.partition(",")
         if self._named_own.source or (first in METHODS and not comma):
             return "", NO_DRAFT
-        return split_hierarchy(rest if first in METHODS else self.draft)
+        draft = rest if first in METHODS else self.draft
+        inner, above, model = draft.partition(ABOVE)
+        return (inner, model) if above else ("", draft)
 
     @property
     def target_tokenizer(self) -> str:

@@ -22,11 +22,20 @@ TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 
 
-class Matches(NamedTuple):
-    """Occurrences of the longest n-gram that ends a sequence and occurred before."""
+class Guess(NamedTuple):
+    """What may follow.
 
-    ends: IntArray  # [num_matches] index of the token that followed each, in order
-    match_len: int  # tokens that the latest has in common with the end, at most _MAX_MATCH_LEN
+    Attributes:
+        token_ids: [num_tokens] at most as many as asked for.
+        shares: [num_tokens] how often each followed those before it, where they occurred.
+        kind: acceptance is measured for guesses of a kind together.
+        prior: acceptance of the kind before it is measured, as a share of `shares`.
+    """
+
+    token_ids: list[int]
+    shares: list[float]
+    kind: int
+    prior: float
 
 
 class History:
@@ -69,8 +78,13 @@ class History:
         self._tokens[self._end : end] = new
         self._end = end
 
-    def find(self) -> Matches | None:
-        """The occurrences of the longest n-gram; None without one of the least length."""
+    def find(self) -> tuple[IntArray, int] | None:
+        """The occurrences of the longest n-gram that ends the sequence; None without one of the least length.
+
+        Returns:
+            [num_matches] index of the token that followed each, in order; and the tokens that the latest has
+            in common with the end, at most _MAX_MATCH_LEN.
+        """
         tokens, last = self._tokens[: self._end], self._end - 1
         ends = np.flatnonzero(tokens[self._pad : last] == tokens[last])[-_MAX_CANDIDATES:] + self._pad
         found = ends if self._min_len == 1 else ends[:0]
@@ -81,7 +95,20 @@ class History:
             found = ends if before + 1 >= self._min_len else found
             if len(found) == 1:
                 break
-        return Matches(found + 1 - self._pad, self._match_len(int(found[-1]))) if len(found) else None
+        return (found + 1 - self._pad, self._match_len(int(found[-1]))) if len(found) else None
+
+    def guess(self, num_tokens: int, num_counted: int) -> Guess | None:
+        """What followed the longest match: the longer that is, the likelier that the text goes on as it did.
+
+        Args:
+            num_counted: of its occurrences, how many of the latest are counted.
+        """
+        found = self.find()
+        if found is None:
+            return None
+        ends, length = found
+        rows = self.continuations(ends[-num_counted:], num_tokens)
+        return Guess(*likeliest_path(rows), length.bit_length(), length / (length + 1))
 
     def _match_len(self, end: int) -> int:
         """Of the occurrence whose last token has this index."""

@@ -27,9 +27,6 @@ class _Arrived:
 
     Attributes:
         base_len: committed length that the path extends, in tokens.
-        path: the tokens between the committed ones and the proposal.
-        proposal: what follows them.
-        origin: what its keeper knows about it.
         end_len: committed length at which the path is committed.
         is_chain: whether no token of the proposal is followed by several.
         followed: the path, and a chain after it.
@@ -47,16 +44,6 @@ class _Arrived:
         self.is_chain = not (self.proposal.parents or self.proposal.leaves)
         self.end_len = self.base_len + len(self.path)
         self.followed = [*self.path, *(self.proposal.token_ids if self.is_chain else ())]
-
-    @property
-    def num_entries(self) -> int:
-        """Of its supports, padding included."""
-        return len(self.proposal.supports) * self.proposal.support_len
-
-    def agrees_beyond(self, since: list[int]) -> bool:
-        """Whether the tokens committed since `base_len` are the path and some of the tree after it."""
-        num = len(self.path)
-        return self.followed == since[:num] and tree.after(self.proposal, since[num:]) is not None
 
     def rest(self, committed: Sequence[int]) -> Prepared:
         """The draft tokens that are not committed yet."""
@@ -102,8 +89,9 @@ class PreparedProposals:
         if len(self._arrived) > self._most:
             del self._arrived[0]
         if proposal.supports and self._most_entries is not None:
-            while sum(each.num_entries for each in self._arrived) > self._most_entries:
-                del self._arrived[0]
+            kept = [each.proposal for each in self._arrived]
+            while sum(len(each.supports) * each.support_len for each in kept) > self._most_entries:
+                del self._arrived[0], kept[0]
 
     def find(self, origin: Any, committed: Sequence[int]) -> Proposal | None:
         """What is left of the one with this origin; None if it does not follow the committed tokens.
@@ -146,7 +134,8 @@ class PreparedProposals:
             # Most do not: they were prepared for other outcomes, which one comparison says.
             agrees = each.followed[: len(tokens)] == tokens
             if not agrees and not each.is_chain:
-                agrees = each.agrees_beyond(tokens)
+                num = len(each.path)  # then some of the tree after it may be committed
+                agrees = each.followed == tokens[:num] and tree.after(each.proposal, tokens[num:]) is not None
             if agrees and each.base_len <= num_tokens:
                 (reached if each.end_len <= num_tokens else ahead).append(each)
         return reached, ahead

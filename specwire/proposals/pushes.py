@@ -72,14 +72,10 @@ class PushWindow:
         filled_bytes, filled_ns = self._filled
         if filled_bytes and filled_bytes <= num_bytes:
             self._filled = 0, 0
-            if is_prompt:
-                self._resize(now_ns - filled_ns)
-
-    def _resize(self, delay_ns: int) -> None:
-        if delay_ns > self._least_ns + MAX_DELAY_NS:
-            self.num_bytes = max(MIN_BYTES, self.num_bytes // 2)
-        else:
-            self.num_bytes = min(MAX_BYTES, 2 * self.num_bytes)
+            if is_prompt and now_ns - filled_ns > self._least_ns + MAX_DELAY_NS:
+                self.num_bytes = max(MIN_BYTES, self.num_bytes // 2)
+            elif is_prompt:
+                self.num_bytes = min(MAX_BYTES, 2 * self.num_bytes)
 
 
 class Arrived:

@@ -12,7 +12,7 @@ Source: Miao et al. 2023 (arXiv 2305.09781), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ import numpy as np
 from specwire import core
 from specwire.core import MAX_TREE_NODES, Proposal
 from specwire.errors import InvalidRequestError
-from specwire.support import NO_SUPPORT, IntArray, Support
+from specwire.support import NO_SUPPORT, IntArray
 
 
 def checked_parents(parents: Sequence[int], num_tokens: int) -> list[int]:
@@ -93,14 +93,17 @@ def within(proposal: Proposal, num_tokens: int, max_depth: int) -> Proposal:
         num_tokens: most tokens; of several chains, of each.
         max_depth: longest path, in tokens.
     """
-    if proposal.leaves:
-        return _shortened(proposal, min(num_tokens, max_depth))
-    if not proposal.parents:
+    if not (proposal.parents or proposal.leaves):
         return proposal.first(min(num_tokens, max_depth))
-    if max(depths(proposal.parents), default=0) < max_depth:
-        return proposal.first(num_tokens)
-    kept = [node for node, depth in enumerate(depths(proposal.parents)) if depth < max_depth]
-    return _selected(proposal, kept, proposal.base_len).first(num_tokens)
+    if proposal.leaves:
+        max_depth = min(num_tokens, max_depth)
+    parents = parents_of(proposal)
+    depth_of, found = depths(parents), proposal
+    if max(depth_of, default=0) >= max_depth:
+        kept = [node for node, depth in enumerate(depth_of) if depth < max_depth]
+        leaves = [path_to(parents, leaf)[max_depth - 1] for leaf in proposal.leaves] if max_depth else ()
+        found = _selected(proposal, kept, proposal.base_len, -1, leaves)
+    return found if proposal.leaves else found.first(num_tokens)
 
 
 def num_in_common(proposal: Proposal, following: Sequence[int]) -> int:
@@ -133,17 +136,6 @@ def parents_of(proposal: Proposal) -> Sequence[int]:
     return proposal.parents or range(-1, len(proposal.token_ids) - 1)
 
 
-def _shortened(proposal: Proposal, max_depth: int) -> Proposal:
-    """Several chains, each cut to so many tokens."""
-    parents = parents_of(proposal)
-    depth_of = depths(parents)
-    if max(depth_of) < max_depth:
-        return proposal
-    kept = [node for node, depth in enumerate(depth_of) if depth < max_depth]
-    leaves = [path_to(parents, leaf)[max_depth - 1] for leaf in proposal.leaves] if max_depth else ()
-    return _selected(proposal, kept, proposal.base_len, -1, leaves)
-
-
 def _selected(
     proposal: Proposal, nodes: Sequence[int], base_len: int, root: int = -1, leaves: Sequence[int] = ()
 ) -> Proposal:
@@ -156,19 +148,18 @@ def _selected(
     places = {node: place for place, node in enumerate(nodes)}
     parents = parents_of(proposal)
     ends = [places[leaf] for leaf in leaves if leaf in places]
+    supports = [  # what the tokens after each node were drawn from; nothing where chains end now
+        NO_SUPPORT if places.get(node) in ends else proposal.supports[node + 1]
+        for node in ((root, *nodes[:-1]) if ends else ())
+    ]
     return Proposal(
         base_len,
         [proposal.token_ids[node] for node in nodes],
-        [_support(proposal, node, ends, places) for node in (root, *nodes[:-1])] if ends else (),
+        supports,
         source=proposal.source,
         parents=[places.get(parents[node], -1) for node in nodes],
         leaves=ends,
     )
-
-
-def _support(proposal: Proposal, node: int, ends: Sequence[int], places: Mapping[int, int]) -> Support:
-    """What the tokens after a node were drawn from; nothing where chains end now."""
-    return NO_SUPPORT if places.get(node) in ends else proposal.supports[node + 1]
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,30 @@ class LeftChannels:
         self._closing.clear()
 
 
+class _Method:
+    """A method of a stub, created again for each new connection."""
+
+    def __init__(self, channel: _CredentialChannel, make: Callable[[grpc.aio.Channel], Any]) -> None:
+        self._channel = channel
+        self._make = make
+        self._made_for: grpc.aio.Channel | None = None
+        self._method: Any = None
+
+    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        channel = self._channel.current()
+        if channel is not self._made_for:
+            self._made_for, self._method = channel, self._make(channel)
+        metadata = list(metadata or ())
+        if all(key != "authorization" for key, _ in metadata):  # a call's own token takes precedence
+            metadata += self._channel.metadata()
+        return self._method(*args, metadata=metadata, **kwargs)
+
+
+def _made_again(kind: str) -> Callable[..., _Method]:
+    """The methods of a channel that make a method of a stub."""
+    return lambda channel, *args, **kwargs: _Method(channel, lambda new: getattr(new, kind)(*args, **kwargs))
+
+
 class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
     """Checks its files before each call. When they have changed, the call goes over a new connection, and the
     old one is closed after its last call."""
@@ -156,33 +180,7 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
     async def channel_ready(self) -> None:
         await self.current().channel_ready()
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _Method(self, lambda channel: channel.unary_unary(*args, **kwargs))
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _Method(self, lambda channel: channel.unary_stream(*args, **kwargs))
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _Method(self, lambda channel: channel.stream_unary(*args, **kwargs))
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _Method(self, lambda channel: channel.stream_stream(*args, **kwargs))
-
-
-class _Method:
-    """A method of a stub, created again for each new connection."""
-
-    def __init__(self, channel: _CredentialChannel, make: Callable[[grpc.aio.Channel], Any]) -> None:
-        self._channel = channel
-        self._make = make
-        self._made_for: grpc.aio.Channel | None = None
-        self._method: Any = None
-
-    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        channel = self._channel.current()
-        if channel is not self._made_for:
-            self._made_for, self._method = channel, self._make(channel)
-        metadata = list(metadata or ())
-        if all(key != "authorization" for key, _ in metadata):  # a call's own token takes precedence
-            metadata += self._channel.metadata()
-        return self._method(*args, metadata=metadata, **kwargs)
+    unary_unary = _made_again("unary_unary")
+    unary_stream = _made_again("unary_stream")
+    stream_unary = _made_again("stream_unary")
+    stream_stream = _made_again("stream_stream")

@@ -43,42 +43,31 @@ def set_up() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # some systems have another, lower limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    loop = asyncio.get_running_loop()
-    watch = _Watch(loop)
-    loop.set_exception_handler(watch.handle)
-    watch.check()
+    loop, warned_s = asyncio.get_running_loop(), -_WARN_EVERY_S
 
+    def warn() -> None:
+        nonlocal warned_s
+        now_s = time.monotonic()
+        if now_s - warned_s >= _WARN_EVERY_S:
+            warned_s = now_s
+            said = "%d of %d file descriptors are open: new connections are closed, or wait"
+            log.warning(said, num_open(), _limit())
 
-class _Watch:
-    """Counts open descriptors every second, and warns at most every 30 s."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._warned_s = -_WARN_EVERY_S
-
-    def check(self) -> None:
-        """Check now, and every second from now on."""
-        if num_open() >= max_connections():
-            self._warn()
-        self._loop.call_later(_CHECK_EVERY_S, self.check)
-
-    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """See `loop.set_exception_handler`."""
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NONE_LEFT:
-            self._warn()
+            warn()
         else:
             loop.default_exception_handler(context)
 
-    def _warn(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._warned_s >= _WARN_EVERY_S:
-            self._warned_s = now_s
-            log.warning(
-                "%d of %d file descriptors are open: new connections are closed, or wait",
-                num_open(),
-                _limit(),
-            )
+    def check() -> None:
+        """Now, and every second from now on."""
+        if num_open() >= max_connections():
+            warn()
+        loop.call_later(_CHECK_EVERY_S, check)
+
+    loop.set_exception_handler(handle)
+    check()
 
 
 def _limit() -> int:

@@ -14,25 +14,17 @@ class Drain:
 
     Attributes:
         is_loading: whether it admits none yet, as the service loads its model.
+        is_closed: whether it admits no more requests.
+        num_running: requests that run.
     """
 
     def __init__(self) -> None:
         self.is_loading = False
-        self._num_running = 0
-        self._is_closed = False
+        self.num_running = 0
+        self.is_closed = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._on_close: list[Callable[[], None]] = []
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it admits no more requests."""
-        return self._is_closed
-
-    @property
-    def num_running(self) -> int:
-        """Requests that run."""
-        return self._num_running
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -42,22 +34,22 @@ class Drain:
             ServiceDrainingError: it is closed.
             ServiceLoadingError: the service loads its model.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise ServiceDrainingError("the service is shutting down")
         if self.is_loading:
             raise ServiceLoadingError("the service loads its model")
-        self._num_running += 1
+        self.num_running += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._num_running -= 1
-            if not self._num_running:
+            self.num_running -= 1
+            if not self.num_running:
                 self._idle.set()
 
     def close(self) -> None:
         """Admit no more requests."""
-        self._is_closed = True
+        self.is_closed = True
         for call in self._on_close:
             call()
 
@@ -75,4 +67,4 @@ class Drain:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        return not self._num_running
+        return not self.num_running

@@ -21,7 +21,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
@@ -115,17 +114,11 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             await _refuse_unknown(context)
         caller = principal or Principal(name=_address(context))
-        with self._streams.held(self._stream_limits(caller)):
-            first = await self._opened.of(context)
-            with self._drained(details.method):
-                return await _run(handler, first, context)
-
-    def _stream_limits(self, caller: Principal) -> dict[str, int]:
         own = caller.capacity(self._capacity) + NUM_PASSING_STREAMS
-        return {caller.name: own, "all callers": self._max_streams}
-
-    def _drained(self, method: str) -> AbstractContextManager[None]:
-        return self._drain.request() if method.startswith(_OURS) else contextlib.nullcontext()
+        with self._streams.held({caller.name: own, "all callers": self._max_streams}):
+            first = await self._opened.of(context)
+            with self._drain.request() if details.method.startswith(_OURS) else contextlib.nullcontext():
+                return await _run(handler, first, context)
 
     async def _serve_health(self, handler: Any, details: Any, context: Any) -> Any:
         if handler is None or details.method not in (_CHECK, _WATCH):
@@ -167,21 +160,18 @@ class _FirstMessages:
         timeout = asyncio.timeout(_FIRST_MESSAGE_S)
         try:
             async with timeout:
-                self._add(timeout)
+                self._waits[timeout] = None
+                if len(self._waits) > self._most:
+                    oldest = next(iter(self._waits))
+                    del self._waits[oldest]
+                    if not oldest.expired():
+                        oldest.reschedule(0)
                 return await context.read()
         except TimeoutError:
             problem = f"first message: not received within {_FIRST_MESSAGE_S:g} s"
             raise DeadlineExceededError(problem) from None
         finally:
             self._waits.pop(timeout, None)
-
-    def _add(self, timeout: asyncio.Timeout) -> None:
-        self._waits[timeout] = None
-        if len(self._waits) > self._most:
-            oldest = next(iter(self._waits))
-            del self._waits[oldest]
-            if not oldest.expired():
-                oldest.reschedule(0)
 
 
 class _Requests:

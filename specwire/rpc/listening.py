@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,12 +23,6 @@ log = logging.getLogger(__name__)
 
 principal: ContextVar[Principal | None] = ContextVar("principal", default=None)
 """Authenticated by the token of the call being served; None where no token is required."""
-
-
-class _Pem(NamedTuple):
-    cert: bytes
-    key: bytes
-    client_ca: bytes | None
 
 
 def check(config: ListenConfig) -> None:
@@ -92,21 +86,17 @@ def _server_credentials(config: ListenConfig) -> grpc.ServerCredentials:
         if not files.refresh():
             return None
         log.warning("TLS files changed: new connections are served with them")
-        return _configuration(files.value)
+        return files.value
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(files.value), reloaded, require_client_authentication=bool(config.tls_client_ca)
+        files.value, reloaded, require_client_authentication=bool(config.tls_client_ca)
     )
 
 
-def _read_pem(config: ListenConfig) -> _Pem:
+def _read_pem(config: ListenConfig) -> Any:
     cert, key = read_pair("--tls-cert", config.tls_cert, "--tls-key", config.tls_key)
-    ca = config.tls_client_ca
-    return _Pem(cert, key, read_authorities("--tls-client-ca", ca) if ca else None)
-
-
-def _configuration(pem: _Pem) -> Any:
-    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.client_ca)
+    ca = read_authorities("--tls-client-ca", config.tls_client_ca) if config.tls_client_ca else None
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
 
 def metadata(context: Any) -> list[tuple[str, str]]:

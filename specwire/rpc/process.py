@@ -75,7 +75,15 @@ async def run_until_signal(serving: AbstractAsyncContextManager[str], *, shows_l
     ending = _Ending()
     life = asyncio.create_task(_show_life()) if shows_life else None
     try:
-        await _serve_until(serving, ending)
+        async with serving as address:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, ending.handle, number)
+            # What is loaded lives as long as the process: traversing it in every full collection would stop
+            # the service for over 100 ms.
+            gc.collect()
+            gc.freeze()
+            print(f"ready {address}", flush=True)
+            await ending.begun.wait()
     except asyncio.CancelledError:
         if not ending.is_forced:
             raise
@@ -84,18 +92,6 @@ async def run_until_signal(serving: AbstractAsyncContextManager[str], *, shows_l
             life.cancel()
     if ending.number == signal.SIGINT:
         raise KeyboardInterrupt
-
-
-async def _serve_until(serving: AbstractAsyncContextManager[str], ending: _Ending) -> None:
-    async with serving as address:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, ending.handle, number)
-        # What is loaded lives as long as the process: traversing it in every full collection would stop the
-        # service for over 100 ms.
-        gc.collect()
-        gc.freeze()
-        print(f"ready {address}", flush=True)
-        await ending.begun.wait()
 
 
 async def _show_life() -> None:

@@ -71,6 +71,9 @@ class Server:
         shares_port: with processes that `listening.reserved` keeps it for.
         """
         age = [("grpc.max_connection_age_ms", CONNECTION_AGE_MS)] if serves_clients else []
+        # The calls of one method, 16 kB each, that gRPC queues for the event loop. Over the first limit, as
+        # many as a caller may open at once, it cancels some of them, and over the second all.
+        num_pending = max(sum(config.capacity) + NUM_PASSING_STREAMS, _MIN_PENDING)
         self._config = config
         self.drain = Drain()
         self._service_names = ["", *service_names]
@@ -83,7 +86,8 @@ class Server:
             *age,
             *_PERMIT_KEEPALIVE,
             *_LIMITS,
-            *_pending_limits(config),
+            ("grpc.server.max_pending_requests", num_pending),
+            ("grpc.server.max_pending_requests_hard_limit", num_pending + num_pending // 4),
             ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
         ]
         tokens = Tokens(config.tokens) if config.tokens else None
@@ -161,16 +165,6 @@ class Server:
                 await self._interceptor.ended()
         except TimeoutError:
             log.warning("gRPC has not ended its calls within %g s: leaving them", grace_s + _HUNG_S)
-
-
-def _pending_limits(config: ServiceConfig) -> list[tuple[str, int]]:
-    """Limits on the calls of one method, 16 kB each, that gRPC queues for the event loop. Over the first, as
-    many as a caller may open at once, it cancels some of them, and over the second all."""
-    num = max(sum(config.capacity) + NUM_PASSING_STREAMS, _MIN_PENDING)
-    return [
-        ("grpc.server.max_pending_requests", num),
-        ("grpc.server.max_pending_requests_hard_limit", num + num // 4),
-    ]
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coordinator.peers.checks import check_proposal, check_verdict
-from coordinator.peers.codecs import draft_codec, verify_codec
+from coordinator.peers.link import draft_codec, verify_codec
 from coordinator.peers.verifier import _MAX_AHEAD, _VerifySequence
 from specwire import (
     Completion,

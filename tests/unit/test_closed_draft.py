@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from coordinator.generation import Plan
-from coordinator.peers.codecs import draft_codec
 from coordinator.peers.draft_sequence import DraftSequence
-from coordinator.peers.link import Link
+from coordinator.peers.link import Link, draft_codec
 from coordinator.peers.waits import Waits
 from specwire.core import Preparation, Proposal, SamplingParams, Timings
 from specwire.errors import ServiceUnavailableError

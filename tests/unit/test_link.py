@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.peers.codecs import verify_codec
-from coordinator.peers.link import MAX_PUSHES, Link
+from coordinator.peers.link import MAX_PUSHES, Link, verify_codec
 from specwire import ServiceUnavailableError
 from specwire.core import Load, Proposal, SamplingParams, Timings, Verdict
 from specwire.errors import InternalError, ResourceExhaustedError, SpecwireError

@@ -14,9 +14,8 @@ import pytest
 
 from coordinator.cost import Cost
 from coordinator.drafts.counts import CountedOutput, Table
-from coordinator.drafts.earlier import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs
-from coordinator.drafts.methods import TextDrafts
-from coordinator.drafts.occurrences import Ngram, Suffix
+from coordinator.drafts.methods import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs, TextDrafts
+from coordinator.drafts.occurrences import Occurrences
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
 from coordinator.length.choice import SharedChoice
@@ -33,6 +32,7 @@ from specwire.telemetry.tracing import NO_SPAN, Span
 from specwire.text.tokenizer import load
 
 CONFIG = SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
+SUFFIX_CONFIG = SpeculativeConfig(method="suffix", prompt_lookup_min=2, prompt_lookup_max=4)
 PLAN = Plan(0, num_text_tokens=4)
 
 
@@ -65,7 +65,7 @@ def drafter(
     outputs: list[Sequence[int]] | None = None,
 ) -> TextDrafter:
     return TextDrafter(
-        method or Ngram(CONFIG),
+        method or Occurrences(CONFIG),
         model or FakeModel(),
         source="ngram",
         matches_tokens=matches_tokens,
@@ -107,7 +107,7 @@ class TestWhatIsFound:
         assert proposed(drafter(), text) == []
 
     def test_one_token_where_the_least_length_is_one(self) -> None:
-        one = drafter(Ngram(SpeculativeConfig(prompt_lookup_min=1)), is_fixed=True)
+        one = drafter(Occurrences(SpeculativeConfig(prompt_lookup_min=1)), is_fixed=True)
         assert proposed(one, [5, 1, 2, 3, 6, 1]) == [2, 3, 6, 1]
 
     def test_a_repetition_goes_on(self) -> None:
@@ -123,7 +123,7 @@ class TestWhatIsFound:
             for end in range(1, len(text), 3):
                 history.update(text[:end])
                 found = history.find()
-                assert (found.ends[-1] if found else None) == plain_search(text[:end])
+                assert (found[0][-1] if found else None) == plain_search(text[:end])
 
 
 def plain_search(text: list[int]) -> int | None:
@@ -227,18 +227,18 @@ class TestSuffix:
 
     def test_it_outvotes_the_latest_occurrence(self) -> None:
         text = [1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2]
-        assert proposed(drafter(Suffix(CONFIG, NO_TOKENS)), text)[:1] == [5]
+        assert proposed(drafter(Occurrences(SUFFIX_CONFIG, NO_TOKENS)), text)[:1] == [5]
         assert proposed(drafter(), text)[:1] == [8]
 
     def test_earlier_outputs(self) -> None:
-        one = Suffix(CONFIG, array(7, 1, 2, 3, 4, 5, 6))
+        one = Occurrences(SUFFIX_CONFIG, array(7, 1, 2, 3, 4, 5, 6))
         assert proposed(drafter(one), [9, 1, 2]) == [3, 4, 5, 6]
 
     def test_an_uncertain_path_ends_where_it_does_not_pay(self) -> None:
         """Half of the occurrences go on otherwise after the first token; a long proposal would cost time."""
         load = Load(base_ns=1_000_000, sequence_ns=0, token_ns=200_000)
         text = [1, 2, 3, 5, 5, 5, 1, 2, 3, 6, 6, 6, 1, 2]
-        one = drafter(Suffix(CONFIG, NO_TOKENS))
+        one = drafter(Occurrences(SUFFIX_CONFIG, NO_TOKENS))
         one.observe(round_of(Proposal(len(text)), 0, 99, load=load))
         assert proposed(one, text) == [3]
 
@@ -247,12 +247,13 @@ class TestCounts:
     @pytest.mark.parametrize(("n", "expected"), [(1, [2, 2, 2, 2]), (2, [3, 2, 3, 2]), (3, [3, 2, 5])])
     def test_the_most_frequent_continuation(self, n: int, expected: list[int]) -> None:
         """A path ends where the context is unknown."""
-        path, shares = Table(n, array(1, 2, 3, 2, 4, 1, 2, 3, 2, 5)).path([9, 1, 2], 4)
-        assert path == expected
-        assert all(0 < share <= 1 for share in shares)
+        found = Table(n, array(1, 2, 3, 2, 4, 1, 2, 3, 2, 5)).guess([9, 1, 2], 4)
+        assert found is not None
+        assert found.token_ids == expected
+        assert all(0 < share <= 1 for share in found.shares)
 
     def test_an_empty_text(self) -> None:
-        assert Table(2, NO_TOKENS).path([1, 2], 4) == ([], [])
+        assert Table(2, NO_TOKENS).guess([1, 2], 4) is None
 
     def test_output_is_counted_as_it_grows(self) -> None:
         prompt, one = [1, 2, 3], CountedOutput(2, NO_TOKENS)
@@ -319,7 +320,7 @@ def test_a_round_at_32k_tokens_takes_microseconds(method: str, vocab_size: int) 
     """The bound is many times what a quiet machine needs (see docs/drafts.md), and far below any pass."""
     numbers = np.random.default_rng(1)
     earlier, text = (numbers.integers(vocab_size, size=n, dtype=np.int32) for n in (MAX_TOKENS, 32_768))
-    made: dict[str, Method] = {"ngram": Ngram(CONFIG), "suffix": Suffix(CONFIG, earlier)}
+    made: dict[str, Method] = {"ngram": Occurrences(CONFIG), "suffix": Occurrences(SUFFIX_CONFIG, earlier)}
     one = made.get(method) or CountedOutput(COUNTS[method], earlier)
     committed = text.tolist()
     one.guess(committed, 8)

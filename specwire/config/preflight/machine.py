@@ -31,19 +31,13 @@ def check_addresses(addresses: Sequence[Listened]) -> None:
         if not address:
             continue
         host, port = split_address("", address)
-        of_host, of_port = _said(names, address)
+        values = (address,) if len(names) == 1 else (host.strip("[]"), port)
+        of_host, *_ = said = [f"{flag_name(name)} {value}" for name, value in zip(names, values, strict=True)]
+        of_port = said[-1]
         if port and address in taken:
             raise ConfigError(f"{of_port}: is taken by {taken[address]}")
         _check_free(host, port, of_host, of_port)
         taken[address] = of_port.split()[0]
-
-
-def _said(names: tuple[str, ...], address: str) -> tuple[str, str]:
-    """What was given for the host, and for the port: flag and value."""
-    host, _, port = address.rpartition(":")
-    values = (address,) if len(names) == 1 else (host.strip("[]"), port)
-    said = [f"{flag_name(name)} {value}" for name, value in zip(names, values, strict=True)]
-    return said[0], said[-1]
 
 
 def _check_free(host: str, port: int, of_host: str, of_port: str) -> None:

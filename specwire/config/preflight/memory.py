@@ -77,13 +77,22 @@ def _footprint(files: Files) -> _Footprint | None:
     model = files.model
     tensors = [
         each for path in sorted(files.directory.glob("*.safetensors")) for each in _tensors(files, path)
-    ] or [*_pickled(files)]
+    ]
+    named = [
+        str(part.get("dtype") or part.get("torch_dtype"))
+        for part in (text_config(files.config), files.config)
+    ]
+    if not tensors:  # files without headers are taken for tensors of the config's dtype, if it names one
+        stored = next((name for name, known in _FORMATS.items() if known == named[1]), "")
+        sizes = [path.stat().st_size for path in files.directory.glob("pytorch_model*.bin")]
+        tensors = [_Tensor(stored, size // _WIDTHS.get(named[1], 1), size) for size in sizes]
     if not tensors:
         return None
     is_quantised = "quantization_config" in files.config
     dtype = model.dtype
     if dtype == "auto":
-        dtype = _own_dtype(files.config, tensors)
+        largest = _FORMATS.get(max(tensors, key=lambda each: each.num_bytes).dtype, "bfloat16")
+        dtype = next((name for name in named if name in _WIDTHS), largest)
         if not is_quantised:
             dtype = default_dtype(dtype, model.device)
         if model.source == EMBEDDED and not model.on_cuda:
@@ -114,15 +123,6 @@ def _check_device(device: str, loads: Sequence[_Footprint], num_bytes: int) -> N
             f"--num-kv-tokens {loads[0].model.num_kv_tokens}: the KV cache takes {gigabytes(caches)} beside "
             f"{gigabytes(weights)} of weights, and {there}; give at most {most}"
         )
-
-
-def _own_dtype(config: dict[str, Any], tensors: list[_Tensor]) -> str:
-    """What the config names, else what the largest tensor is stored in."""
-    for part in (text_config(config), config):
-        named = str(part.get("dtype") or part.get("torch_dtype"))
-        if named in _WIDTHS:
-            return named
-    return _FORMATS.get(max(tensors, key=lambda each: each.num_bytes).dtype, "bfloat16")
 
 
 def _kv_values_per_token(config: dict[str, Any]) -> int:
@@ -170,15 +170,6 @@ def _tensors(files: Files, path: Path) -> Iterator[_Tensor]:
     for each in tensors:
         begin, end = each["data_offsets"]
         yield _Tensor(each["dtype"], math.prod(each["shape"]), end - begin)
-
-
-def _pickled(files: Files) -> Iterator[_Tensor]:
-    """The weights of files without headers, taken for tensors of the config's dtype, if it names one."""
-    dtype = str(files.config.get("dtype") or files.config.get("torch_dtype"))
-    for path in files.directory.glob("pytorch_model*.bin"):
-        size = path.stat().st_size
-        stored = next((name for name, known in _FORMATS.items() if known == dtype), "")
-        yield _Tensor(stored, size // _WIDTHS.get(dtype, 1), size)
 
 
 def gigabytes(num_bytes: int) -> str:

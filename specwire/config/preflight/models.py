@@ -231,7 +231,9 @@ def _problem(source: str, file: str) -> str:
         return f"{constants.ENDPOINT} cannot be reached ({answer})"
     status, code = answer
     if status == 404:
-        return _absent(code, file)
+        if code != "EntryNotFound":  # the hub's own code
+            return "there is no such model"
+        return f"the model has no {file}" if file == _CONFIG else ""  # some tokenizers have no config
     return _REFUSED.get(status, f"{constants.ENDPOINT} answers with status {status}" if status >= 400 else "")
 
 
@@ -246,10 +248,3 @@ def _ask(source: str, file: str) -> tuple[int, str] | Exception:
     except Exception as error:  # of the HTTP library, which is the hub's choice
         return error
     return answer.status_code, answer.headers.get("x-error-code", "")
-
-
-def _absent(code: str, file: str) -> str:
-    """What a status of 404 says, by the hub's own code. Some tokenizers have no config."""
-    if code != "EntryNotFound":
-        return "there is no such model"
-    return f"the model has no {file}" if file == _CONFIG else ""

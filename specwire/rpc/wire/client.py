@@ -13,6 +13,7 @@ from specwire.completion import (
     Completion,
     DraftTree,
     FinishReason,
+    Hypothesis,
     ResumeInfo,
     SourceCounts,
     Speculation,
@@ -22,7 +23,6 @@ from specwire.completion import (
 )
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
 from specwire.errors import InvalidRequestError
-from specwire.rpc.wire import beams
 from specwire.rpc.wire.model import (
     RULE_NAMES,
     RULES,
@@ -49,6 +49,14 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_REASON_NAMES = {number: reason for reason, number in _FINISH_REASONS.items()}
+_STOPPING: dict[bool | str, generation_pb2.EarlyStopping] = {
+    False: generation_pb2.EARLY_STOPPING_HEURISTIC,
+    True: generation_pb2.EARLY_STOPPING_AT_ONCE,
+    "never": generation_pb2.EARLY_STOPPING_NEVER,
+}
+_STOPPING_NAMES = {number: name for name, number in _STOPPING.items()} | {
+    generation_pb2.EARLY_STOPPING_UNSPECIFIED: False
+}
 
 
 def generate_request(
@@ -84,7 +92,7 @@ def generate_request(
         prompt_only=params.max_tokens == 0,
         credit_tokens=credit_tokens,
         report_progress=report_progress,
-        beam_search=beams.to_proto(params),
+        beam_search=_beams_to_proto(params) if params.num_beams > 1 else None,
     )
     if prompt is not None:
         request.text = prompt
@@ -99,7 +107,9 @@ def generate_request(
             raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
         raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "are only for messages")
     if tools:
-        request.messages.tools = _tools_to_json(tools)
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise InvalidRequestError("tools", tools, "must be a list of objects")
+        request.messages.tools = _to_json("tools", [*tools], f"{len(tools)} tools")
     if chat_template_kwargs:
         request.messages.template_kwargs = object_to_json("chat_template_kwargs", chat_template_kwargs)
     return request
@@ -204,12 +214,6 @@ def _from_json(name: str, text: str) -> Any:
         raise InvalidRequestError(name, f"{len(text)} characters", f"is not JSON: {error}") from None
 
 
-def _tools_to_json(tools: Sequence[Mapping[str, Any]]) -> str:
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidRequestError("tools", tools, "must be a list of objects")
-    return _to_json("tools", [*tools], f"{len(tools)} tools")
-
-
 def tools_from_json(text: str) -> list[dict[str, Any]]:
     """The tools of a conversation; none for the empty text.
 
@@ -248,7 +252,28 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
         fields["max_tokens"] = stops.max_tokens or None
     if request.prompt_only:
         fields["max_tokens"] = 0
-    return SamplingParams(**fields, **beams.from_proto(request))
+    return SamplingParams(**fields, **_beams_from_proto(request))
+
+
+def _beams_to_proto(params: SamplingParams) -> generation_pb2.BeamSearch:
+    own, stopping = params_to_proto(generation_pb2.BeamSearch, params), _STOPPING[params.early_stopping]
+    return generation_pb2.BeamSearch(**own, early_stopping=stopping)
+
+
+def _beams_from_proto(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
+    """Arguments of `SamplingParams` about beam search; none without one."""
+    if not request.HasField("beam_search"):
+        return {}
+    message = request.beam_search
+    if message.num_beams < 2:
+        raise InvalidRequestError("num_beams", message.num_beams, "must be at least 2 in beam_search")
+    if message.early_stopping not in _STOPPING_NAMES:
+        problem = "is not known in this protocol version"
+        raise InvalidRequestError("early_stopping", message.early_stopping, problem)
+    return params_from_proto(message) | {
+        "early_stopping": _STOPPING_NAMES[message.early_stopping],
+        "num_return_sequences": message.num_return_sequences or 1,
+    }
 
 
 def opening_credit(request: generation_pb2.GenerateRequest) -> int:
@@ -442,7 +467,16 @@ def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
         timing=generation_pb2.GenerationTiming(**_fields(completion.timing)),
         reproducible=completion.reproducible,
         why_not_reproducible=completion.why_not_reproducible,
-        hypotheses=map(beams.hypothesis_to_proto, completion.hypotheses),
+        hypotheses=[
+            generation_pb2.Hypothesis(
+                token_ids=found.token_ids,
+                text=found.text,
+                score=found.score,
+                finish_reason=_FINISH_REASONS[found.finish_reason],
+                stop_token_id=found.stop_reason,
+            )
+            for found in completion.hypotheses
+        ],
     )
 
 
@@ -466,7 +500,16 @@ def completion_from_proto(
         num_resumes=num_resumes,
         reproducible=message.reproducible,
         why_not_reproducible=message.why_not_reproducible,
-        hypotheses=tuple(map(beams.hypothesis_from_proto, message.hypotheses)),
+        hypotheses=tuple(
+            Hypothesis(
+                text=found.text,
+                token_ids=tuple(found.token_ids),
+                score=found.score,
+                finish_reason=_FINISH_REASON_NAMES[found.finish_reason],
+                stop_reason=found.stop_token_id if found.HasField("stop_token_id") else None,
+            )
+            for found in message.hypotheses
+        ),
     )
 
 

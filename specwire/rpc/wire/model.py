@@ -53,10 +53,15 @@ def _same_names(descriptor: Any) -> dict[str, bool]:
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """The parameters that determine the distribution of the next token."""
+    grammar = None
+    if params.grammar is not None:  # has one field that is given
+        kind, texts = params.grammar.kind, params.grammar.choice
+        given: Any = common_pb2.Choice(texts=texts) if texts else getattr(params.grammar, kind)
+        grammar = common_pb2.Grammar(**{kind: given})
     return common_pb2.SamplingParams(
         **params_to_proto(common_pb2.SamplingParams, params),
         rule=RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED,
-        grammar=grammar_to_proto(params.grammar) if params.grammar else None,
+        grammar=grammar,
     )
 
 
@@ -68,28 +73,15 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
     """
     if message.rule and message.rule not in RULE_NAMES:
         raise InvalidRequestError("rule", message.rule, "is not a rule of this protocol version")
-    grammar = grammar_from_proto(message.grammar) if message.HasField("grammar") else None
+    grammar = None
+    if message.HasField("grammar"):
+        kind = message.grammar.WhichOneof("source")
+        if kind is None:
+            raise InvalidRequestError("grammar", "unset", "must have a source")
+        given: Any = getattr(message.grammar, kind)
+        fields: dict[str, Any] = {kind: tuple(given.texts) if kind == "choice" else given}
+        grammar = Grammar(**fields)
     return params_from_proto(message) | {"rule": RULE_NAMES.get(message.rule), "grammar": grammar}
-
-
-def grammar_to_proto(grammar: Grammar) -> common_pb2.Grammar:
-    """The one field that is given."""
-    if grammar.choice:
-        return common_pb2.Grammar(choice=common_pb2.Choice(texts=grammar.choice))
-    return common_pb2.Grammar(**{grammar.kind: getattr(grammar, grammar.kind)})
-
-
-def grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
-    """Raises:
-    InvalidRequestError: nothing is given, or it is out of bounds.
-    """
-    kind = message.WhichOneof("source")
-    if kind is None:
-        raise InvalidRequestError("grammar", "unset", "must have a source")
-    if kind == "choice":
-        return Grammar(choice=tuple(message.choice.texts))
-    fields: dict[str, Any] = {kind: getattr(message, kind)}
-    return Grammar(**fields)
 
 
 def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:

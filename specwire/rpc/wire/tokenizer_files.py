@@ -64,34 +64,24 @@ class TokenizerFiles:
         if not self.data:
             return None
         try:
+            files = common_pb2.TokenizerFiles.FromString(self.data).files
+        except DecodeError:
+            raise ModelLoadError("the tokenizer's files were sent as no message of that type") from None
+        try:
             with tempfile.TemporaryDirectory(prefix="specwire-tokenizer-") as directory:
-                self._write(Path(directory))
+                for file in files:
+                    if file.name not in tokenizer.FILES and not _FURTHER_TEMPLATES.fullmatch(file.name):
+                        raise ModelLoadError(f"the tokenizer has a file {file.name[:100]!r}, which none has")
+                    path = Path(directory) / file.name
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(file.content)
                 return tokenizer.load_from(Path(directory), f"of {name}", chat_template=chat_template)
         except OSError as error:
             problem = f"cannot be written to {tempfile.gettempdir()} ({error.strerror}); TMPDIR names another"
             raise ModelLoadError(f"the tokenizer of {name} {problem} directory") from None
 
-    def _write(self, directory: Path) -> None:
-        """Raises:
-        ModelLoadError: a file that no tokenizer has.
-        """
-        try:
-            files = common_pb2.TokenizerFiles.FromString(self.data).files
-        except DecodeError:
-            raise ModelLoadError("the tokenizer's files were sent as no message of that type") from None
-        for file in files:
-            if not _is_known(file.name):
-                raise ModelLoadError(f"the tokenizer has a file {file.name[:100]!r}, which none has")
-            path = directory / file.name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(file.content)
-
 
 NO_FILES = TokenizerFiles()
-
-
-def _is_known(name: str) -> bool:
-    return name in tokenizer.FILES or _FURTHER_TEMPLATES.fullmatch(name) is not None
 
 
 def read(source: str | Path) -> TokenizerFiles:
