@@ -80,16 +80,13 @@ class Watchdog:
             self._heartbeat.look(self._replies.num_pending > 0, (now_ns - looked_ns) / 1e9)
             looked_ns, hangs = now_ns, self._heartbeat.hangs
             if hangs:
-                self._fail_pending(was_hung)
+                error = self._error()
+                if not was_hung:
+                    log.error("%s: failing %d requests", error, self._replies.num_pending)
+                self._replies.fail_pending(error)
             if hangs != was_hung:
                 was_hung = hangs
                 await on_change(not hangs)
-
-    def _fail_pending(self, was_hung: bool) -> None:
-        error = self._error()
-        if not was_hung:
-            log.error("%s: failing %d requests", error, self._replies.num_pending)
-        self._replies.fail_pending(error)
 
     def check(self) -> None:
         """Raises:

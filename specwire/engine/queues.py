@@ -76,10 +76,6 @@ class JobQueues:
         """Fail every job."""
         self._fail([*self], error)
 
-    def remove_done(self) -> None:
-        """Drop the jobs that have a result."""
-        self.remove([job for job in self if job.done])
-
     def remove(self, jobs: Iterable[Job]) -> None:
         """Drop these."""
         for job in jobs:

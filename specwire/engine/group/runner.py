@@ -12,8 +12,8 @@ from typing import Any
 
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch, Feed, Packer
-from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import Decide, DeviceLostError, DraftQuery
+from specwire.engine.cache.kv_cache import PagePool
+from specwire.engine.device import Decide, DeviceLostError, DraftQuery, Runner
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import DriverConnections
 from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
@@ -30,7 +30,7 @@ _REASON_WAIT_S = 2.0
 """How long to wait for Ray to report which rank died, after a connection broke."""
 
 
-class GroupRunner:
+class GroupRunner(Runner):
     """Takes the place of a `ModelRunner` for a model on several devices.
 
     Args:
@@ -53,7 +53,6 @@ class GroupRunner:
         self.longest_pause_s = config.step_timeout_s  # after that a hung rank counts as lost
         self._closing = False
         self._num_groups = 0
-        self.on_loss: Callable[[], None] = lambda: None
         self._placement = Placement(
             config.ray_address,
             config.tensor_parallel_size,
@@ -82,16 +81,13 @@ class GroupRunner:
         self.draft_shape = loaded.draft_shape
         self.description = loaded.description
 
-    def new_sequence(self) -> SequenceCache:
-        """An empty sequence."""
-        return self.pool.new_sequence()
-
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """See `device.Runner`; errors of the feeds as for `Packer.packed`."""
         with self._packer.packed(feeds) as batch:
             return self._group.step(batch, question, decide)
 
     def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
+        """See `ModelRunner`."""
         if not feeds:
             return self._group.step(None, question, decide, query)
         with self._packer.packed(feeds) as batch:
@@ -101,9 +97,6 @@ class GroupRunner:
     def locations(self) -> list[RankLocation]:
         """Where the ranks run now, in order."""
         return self._group.locations
-
-    def end_step(self) -> None:
-        """Nothing to wait for: the answer arrives after the step."""
 
     def check(self) -> None:
         self._group.check()

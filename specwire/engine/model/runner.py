@@ -25,7 +25,7 @@ from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import RECURRENT_TYPES, Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import Decide, DraftQuery, DraftShape
+from specwire.engine.device import Decide, DraftQuery, DraftShape, Runner
 from specwire.engine.layers.blocks import Blocks
 from specwire.engine.model import lora, recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
@@ -56,7 +56,7 @@ _REPLAY_TOLERANCE = 0.1
 """In half precision, kernels for different sizes round differently; a defect differs by about 1."""
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A model with a paged KV cache.
 
     Args:
@@ -124,7 +124,6 @@ class ModelRunner:
             num_pages = num_pages(self.kv_bytes_per_token * page_size, self.state_bytes)
         self.pool = PagePool(num_pages, page_size)
         self.pool.keeps_states = self._num_recurrent > 0
-        self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
         self._packer = Packer(
             self.pool, self.num_embeddings, self.context_len, batch_invariant=batch_invariant
@@ -306,22 +305,6 @@ class ModelRunner:
         """Number of captured step sizes."""
         return self._padded.num_recorded if self._padded is not None else 0
 
-    def new_sequence(self) -> SequenceCache:
-        """An empty sequence of this runner's cache; the caller releases it."""
-        return self.pool.new_sequence()
-
-    def end_step(self) -> None:
-        """Nothing to wait for: the answer on the host implies that the device has finished."""
-
-    def check(self) -> None:
-        """The device is never lost without this process."""
-
-    def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """Nothing to do, see `check`."""
-
-    def close(self) -> None:
-        """Nothing to do: memory is freed with the object."""
-
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """Append each feed's tokens to its cache and compute the wanted logits.
@@ -431,7 +414,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
-        """See `DraftingRunner`."""
+        """One pass of the draft: the answer, of float32 logits [num_nodes, the target's vocabulary], which
+        are -inf for tokens that are never drafted.
+
+        Args:
+            feeds: what it appends to caches, for the caller to drop again; none where nothing is.
+
+        Raises:
+            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths that
+                they had before.
+        """
         if not feeds:
             return decide(question, self.draft(None, query))
         with self._packer.packed(feeds) as batch:
