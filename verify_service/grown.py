@@ -270,8 +270,8 @@ class GrownDrafts:
         if grown is None or not grown.growth.num_nodes:
             return None
         found = grown.growth.proposal(len(grown.committed))
-        parents = tree.checked_parents(found.parents, len(found.token_ids))  # none of a chain
-        is_matched = bool(sequence.encoded.traits & MATCHED)
+        found = replace(found, parents=tree.checked_parents(found.parents, len(found.token_ids)))
         if grown.supports:
-            return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
-        return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
+            return replace(found, supports=grown.supports, support_len=self.support_len)
+        is_matched = sequence.encoded.traits & MATCHED
+        return found if is_matched else replace(found, supports=certain(found.token_ids))

@@ -164,24 +164,23 @@ class ForcedDrafts:
     def propose(self, judged: Sequence[Judged]) -> None:
         for each in judged:
             try:
-                _propose(each)
+                self._propose(each)
             except SpecwireError as error:  # the next pass comes to it too, and says so
                 log.debug("nothing is forced: %s", error)
             except Exception:
                 log.exception("forced tokens failed")
 
-
-def _propose(judged: Judged) -> None:
-    drafting, sequence, verdict = judged.drafting, judged.sequence, judged.verdict
-    if sequence.grammar is None:
-        return
-    committed = [*sequence.tokens[: verdict.base_len], *drafting.judge(sequence, verdict)]
-    most = drafting.depth(len(committed))
-    token_ids = sequence.grammar.forced(committed[sequence.prompt_len :], most) if most else []
-    if token_ids:
-        is_matched = bool(sequence.encoded.traits & MATCHED)
-        supports = () if is_matched else certain(token_ids)
-        drafting.proposal = Proposal(len(committed), token_ids, supports)
+    @staticmethod
+    def _propose(judged: Judged) -> None:
+        sequence, drafting, _, verdict = judged
+        if sequence.grammar is None:
+            return
+        committed = [*sequence.tokens[: verdict.base_len], *drafting.judge(sequence, verdict)]
+        most = drafting.depth(len(committed))
+        token_ids = sequence.grammar.forced(committed[sequence.prompt_len :], most) if most else []
+        if token_ids:
+            supports = () if sequence.encoded.traits & MATCHED else certain(token_ids)
+            drafting.proposal = Proposal(len(committed), token_ids, supports)
 
 
 class Noise:

@@ -104,16 +104,14 @@ def _accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: 
     base, num_draft_tokens = proposal.base_len, len(proposal.token_ids)
     residual_uniforms = _ResidualUniforms(seed, base)
     if proposal.leaves and params.rule is Rule.KSEQ:
-        uniforms_of = functools.partial(_chain_uniform, seed, base)
-        return accept_by_kseq(proposal, verdict, uniforms_of, residual_uniforms)
+
+        def uniform_of(i: int, chain: int) -> float:
+            return uniform_at(seed, Purpose.ACCEPT, base + i, base, chain)
+
+        return accept_by_kseq(proposal, verdict, uniform_of, residual_uniforms)
     rule = accept_by_block if params.rule is Rule.BLOCK else accept_by_rejection
     accept_uniforms = uniforms(seed, Purpose.ACCEPT, range(base, base + num_draft_tokens), base)
     return rule(proposal, verdict, accept_uniforms, residual_uniforms)
-
-
-def _chain_uniform(seed: int, base: int, i: int, chain: int) -> float:
-    """Of a chain's draft token at draft position i."""
-    return uniform_at(seed, Purpose.ACCEPT, base + i, base, chain)
 
 
 class _ResidualUniforms:
@@ -135,25 +133,20 @@ def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
         InternalError: proposal and verdict do not match.
     """
     _check_fit(proposal, verdict)
-    if proposal.parents:
-        return _match_tree(proposal, verdict)
-    num_accepted = 0
-    for draft_token in proposal.token_ids:
-        if draft_token != verdict.target_token_ids[num_accepted]:
-            break
-        num_accepted += 1
-    return Outcome(range(num_accepted), int(verdict.target_token_ids[num_accepted]))
-
-
-def _match_tree(proposal: Proposal, verdict: Verdict) -> Outcome:
     path: list[int] = []
-    while True:
+    while proposal.parents:
         node = path[-1] if path else -1
         token_id = int(verdict.target_token_ids[node + 1])
         matching = tree.child(proposal.token_ids, proposal.parents, node, token_id)
         if matching is None:
             return Outcome(path, token_id)
         path.append(matching)
+    num_accepted = 0
+    for draft_token in proposal.token_ids:
+        if draft_token != verdict.target_token_ids[num_accepted]:
+            break
+        num_accepted += 1
+    return Outcome(range(num_accepted), int(verdict.target_token_ids[num_accepted]))
 
 
 def accept_by_rejection(

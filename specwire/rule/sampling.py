@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from specwire.core import SamplingParams, check_token_id
+from specwire.core import check_token_id
 from specwire.rule.columns import GREEDY, Doubles, Row, Rows
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
@@ -49,25 +49,19 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
     if not edited:
         return logits
     scores = logits.to(torch.float32, copy=True)
-    _add_biases(scores, edited)
+    biases = [(index, row.params.logit_bias) for index, row in edited.items() if row.params.logit_bias]
+    for _, bias in biases:
+        check_token_id(f"logit_bias[{max(bias)}]", max(bias), scores.shape[1])
+    edits = [
+        _Edit(index, np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float64))
+        for index, bias in biases
+    ]
+    _edit(scores, edits, torch.add)
     _apply_repetition(scores, edited)
     _apply_counts(scores, edited)
     _exclude_ends(scores, edited)
     _apply_masks(scores, edited)
     return scores
-
-
-def _add_biases(scores: Tensor, rows: Mapping[int, Row]) -> None:
-    edits = [_bias_edits(index, row.params, scores.shape[1]) for index, row in rows.items()]
-    _edit(scores, [edit for edit in edits if edit is not None], torch.add)
-
-
-def _bias_edits(index: int, params: SamplingParams, vocab_size: int) -> _Edit | None:
-    if not params.logit_bias:
-        return None
-    token_ids = np.fromiter(params.logit_bias.keys(), np.int64)
-    check_token_id(f"logit_bias[{token_ids.max()}]", int(token_ids.max()), vocab_size)
-    return _Edit(index, token_ids, np.fromiter(params.logit_bias.values(), np.float64))
 
 
 def _apply_repetition(scores: Tensor, rows: Mapping[int, Row]) -> None:

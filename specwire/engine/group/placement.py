@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from specwire.engine.group.instance import Instance, isolated_environ
+from specwire.engine.group.instance import Instance, first_line, isolated_environ
 from specwire.errors import ConfigError, ServiceUnavailableError
 
 
@@ -101,7 +101,7 @@ class Placement:
             ray.init(address=target, logging_level="error", log_to_driver=False)
         except Exception as error:
             what = f"--ray-address {address}: cannot be used" if address else "Ray does not start"
-            raise ConfigError(f"{what}: {_first_line(error)}") from error
+            raise ConfigError(f"{what}: {first_line(error)}") from error
         return True
 
     def _reserve(self, timeout_s: float) -> Any:
@@ -158,7 +158,3 @@ def kill(actors: list[Any]) -> None:
     for actor in actors:
         with contextlib.suppress(Exception):  # it has ended, or the cluster has
             ray.kill(actor, no_restart=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -74,7 +74,8 @@ def load_cut(
     with loading.naming_method(config), cutter.cutting():
         model = loading.load_weights(source, dtype, config=config, **loading.placement(config, device))
     description = loading.describe(model, source)
-    description["num_parameters"] = sum(cutter.whole_numel(each) for each in model.parameters())
+    sizes = cutter.whole_sizes
+    description["num_parameters"] = sum(sizes.get(id(each), each.numel()) for each in model.parameters())
     return model, description
 
 
@@ -83,11 +84,7 @@ class Cutter:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        self._whole: dict[int, int] = {}
-
-    def whole_numel(self, parameter: nn.Parameter) -> int:
-        """How many numbers all ranks have of a parameter together."""
-        return self._whole.get(id(parameter), parameter.numel())
+        self.whole_sizes: dict[int, int] = {}  # numbers of all ranks together, by the parameter's identity
 
     @contextlib.contextmanager
     def cutting(self) -> Iterator[None]:
@@ -128,7 +125,7 @@ class Cutter:
         share = whole.detach()[start:end] if dim == 0 else whole.detach()[:, start:end]
         parameter = nn.Parameter(share.contiguous().clone(), requires_grad=False)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else it would be drawn at random
-        self._whole[id(parameter)] = whole.numel()
+        self.whole_sizes[id(parameter)] = whole.numel()
         setattr(module, own_name, parameter)
 
     def _dim(self, name: str, module: Any, style: str | None, whole: Tensor) -> int | None:

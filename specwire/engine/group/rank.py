@@ -134,7 +134,9 @@ def _answer(command: StepCommand, logits: Tensor) -> StepAnswer:
 
 def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
     """The number of pages that fits on every rank."""
-    fitting = memory.num_pages(config, model.device, _num_sharing(model.device))
+    # On CPUs all ranks share the memory, as if they were on one machine.
+    num_sharing = dist.get_world_size() if model.device.type == "cpu" else 1
+    fitting = memory.num_pages(config, model.device, num_sharing)
     if isinstance(fitting, int):
         return fitting
 
@@ -144,8 +146,3 @@ def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
         return int(least)
 
     return agreed
-
-
-def _num_sharing(device: torch.device) -> int:
-    """Ranks that share the device's memory: on CPUs all of them, as if they were on one machine."""
-    return dist.get_world_size() if device.type == "cpu" else 1

@@ -16,6 +16,7 @@ from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.device import Decide, DeviceLostError, DraftQuery, Runner
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import DriverConnections
+from specwire.engine.group.instance import first_line
 from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
 from specwire.engine.group.placement import Placement
 from specwire.engine.group.rank import Rank
@@ -214,7 +215,7 @@ class _Group:
             answer: StepAnswer = pickle.loads(self._connections.receive_answer())
         except OSError as error:
             self._is_lost.wait(_REASON_WAIT_S)
-            self._lose(f"a rank does not answer: {_first_line(error)}")
+            self._lose(f"a rank does not answer: {first_line(error)}")
             raise DeviceLostError(self._lost) from error
         self._number += 1
         if answer.problem:
@@ -301,7 +302,7 @@ def _failures(refs: list[Any], done: list[Any]) -> dict[int, str]:
             cause = error.cause
             is_specwire = isinstance(cause, SpecwireError)
             failures[refs.index(ref)] = (
-                str(cause) if is_specwire else f"{type(cause).__name__}: {_first_line(cause)}"
+                str(cause) if is_specwire else f"{type(cause).__name__}: {first_line(cause)}"
             )
         except RayActorError:
             failures[refs.index(ref)] = "its process died"
@@ -316,7 +317,3 @@ def _failures_soon(refs: list[Any], failures: dict[int, str]) -> dict[int, str]:
     failures = failures | _failures(refs, done)
     consequences = ("RuntimeError", "Dist")
     return dict(sorted(failures.items(), key=lambda item: item[1].startswith(consequences)))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -35,7 +35,7 @@ from specwire.engine.batch import Batch
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import KeepingRunner, check_drafts, eager, read_tensors, target_ids
+from specwire.engine.model.drafter import KeepingRunner, check_drafts, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -226,7 +226,7 @@ def _reference(
     model: Any, drafter: BlockDrafter, runner: BlockRunner, tokens: Sequence[int], columns: slice | Tensor
 ) -> Tensor:
     """Logits [num_drafts, num_columns] after all tokens, as transformers computes them."""
-    with eager(model, drafter.layers):
+    with loading.eager(model, drafter.layers):
         config, num_before = drafter.layers.config, len(tokens) - 1
         token_ids = torch.tensor([tokens], device=model.device)
         shown = model.get_decoder()(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specwire.engine.attention.paged import ATTENTION_NAME
 from specwire.engine.batch import Batch, Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import DraftQuery
@@ -155,18 +153,6 @@ def check_drafts(
         found = torch.cat([*chain_logits(runner, cache, chain)])
     runner.close()
     loading.check_logits(model, found[:, columns], expected())
-
-
-@contextmanager
-def eager(*models: Any) -> Iterator[None]:
-    """Passes in the body attend as transformers does."""
-    for each in models:
-        each.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        for each in models:
-            each.set_attn_implementation(ATTENTION_NAME)
 
 
 def bare_rows(embedding: Any) -> Callable[[Tensor], Tensor]:

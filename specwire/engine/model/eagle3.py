@@ -40,7 +40,6 @@ from specwire.engine.model.drafter import (
     NodeStates,
     bare_rows,
     check_drafts,
-    eager,
     read_tensors,
     target_ids,
 )
@@ -341,7 +340,7 @@ def self_check(model: Any, drafter: Eagle3) -> None:
 def _reference(model: Any, drafter: Eagle3, tokens: Sequence[int]) -> Tensor:
     """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, all of which are draft tokens but the
     first: by passes over the whole text, without any cache."""
-    with eager(model):
+    with loading.eager(model):
         token_ids = torch.tensor(tokens, device=model.device)
         shown = model.get_decoder()(
             input_ids=token_ids[None, :-_NUM_CHECKED], use_cache=False, output_hidden_states=True

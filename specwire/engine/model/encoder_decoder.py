@@ -111,14 +111,11 @@ def _packed_logits(runner: ModelRunner, inputs: list[list[int]], tokens: list[in
 @torch.inference_mode()
 def _own_logits(model: Any, inputs: list[list[int]], tokens: list[int]) -> Tensor:
     """The model's own eager forward after each input, float32 [2 * num_tokens, vocab_size]."""
-    model.set_attn_implementation("eager")
-    try:
+    with loading.eager(model):
         decoded = torch.tensor([tokens], device=model.device)
         encoded = [torch.tensor([each], device=model.device) for each in inputs]
         found = [model(input_ids=ids, decoder_input_ids=decoded, use_cache=False) for ids in encoded]
         return torch.cat([output.logits[0].float() for output in found])
-    finally:
-        model.set_attn_implementation(attention.ATTENTION_NAME)
 
 
 class EncoderDecoderRunner(ModelRunner):
@@ -173,7 +170,10 @@ class _Halves:
         for module in decoder.modules():
             if getattr(module, "has_relative_attention_bias", False):
                 self._bias_by_distance(module)
-            elif isinstance(module, nn.Embedding) and _takes(module, "position_ids"):
+            elif (
+                isinstance(module, nn.Embedding)
+                and "position_ids" in inspect.signature(module.forward).parameters
+            ):
                 module.register_forward_pre_hook(self._with_positions, with_kwargs=True)
 
     def encoded(self, token_ids: IntArray, lens: Sequence[int]) -> Tensor:
@@ -181,13 +181,9 @@ class _Halves:
         if not lens:
             return torch.empty(1, 0, self._model.config.hidden_size, device=self._model.device)
         inputs = np.split(token_ids, np.cumsum(lens)[:-1])
-        return torch.cat([self._encode(each) for each in inputs], dim=1)
-
-    def _encode(self, token_ids: IntArray) -> Tensor:
-        ids = to_device(token_ids, self._model.device)[None]
         with attention.running(EncoderPass()):
-            states: Tensor = self._encoder(input_ids=ids).last_hidden_state
-        return states
+            ids = [to_device(each, self._model.device)[None] for each in inputs]
+            return torch.cat([self._encoder(input_ids=each).last_hidden_state for each in ids], dim=1)
 
     def logits(
         self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, states: Tensor
@@ -270,7 +266,3 @@ class _Same:
 
     def get(self, index: int) -> Any:
         return self._thing
-
-
-def _takes(module: nn.Module, name: str) -> bool:
-    return name in inspect.signature(module.forward).parameters

@@ -34,7 +34,7 @@ from specwire.engine.batch import Batch, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import NodeStates, NotingRunner, check_drafts, eager
+from specwire.engine.model.drafter import NodeStates, NotingRunner, check_drafts
 from specwire.engine.model.packing import pack_linears
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -82,7 +82,7 @@ def _reference(model: Any, mtp: MtpModel, tokens: Sequence[int]) -> Tensor:
     By eager passes of the model and of each layer over the whole text, without any cache.
     """
     num_layers = len(mtp.layers)
-    with eager(model, mtp):
+    with loading.eager(model, mtp):
         token_ids = torch.tensor([tokens], device=model.device)
         num_tokens = len(tokens) - num_layers
         states = model.get_decoder()(input_ids=token_ids[:, :num_tokens], use_cache=False)[0]

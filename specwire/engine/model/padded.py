@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specwire.engine.attention import dense, varlen
+from specwire.engine.attention import dense
 from specwire.engine.attention.varlen import BlockTables
 from specwire.engine.batch import Batch, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
@@ -251,8 +251,13 @@ class TabledBatch:
     inputs: StepInputs
     layers: dict[nn.Module, LayerCache]
     page_size: int
-    _varlen: varlen.VarlenStep | None = field(init=False, default=None)
-    _dense: dense.DenseStep | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        bucket, parts = self.inputs.bucket, self.inputs.on_device
+        max_keys = bucket.num_pages * self.page_size
+        lens = parts.query_offsets, parts.cache_lens
+        tables = BlockTables(*lens, parts.pages, bucket.max_query, max_keys)
+        self._attention = dense.TableAttention(tables, lambda: parts.positions, self.page_size, parts.words)
 
     @property
     def adapters(self) -> Tensor | None:
@@ -263,20 +268,6 @@ class TabledBatch:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         layer = self.layers[module]
-        parts = self.inputs.on_device
-        layer.write(parts.slots, key, value)
-        variant = None
-        if parts.words is None:  # the kernel knows chains only
-            variant = varlen.find_variant(layer, self.page_size, query.shape[1], scoring)
-        if variant is not None:
-            if self._varlen is None:
-                self._varlen = varlen.VarlenStep(self._tables(), self.page_size)
-            return self._varlen.attend(variant, layer, query, scoring)
-        if self._dense is None:
-            self._dense = dense.DenseStep(self._tables(), parts.positions, self.page_size, parts.words)
-        return self._dense.attend(layer, query, scoring)
-
-    def _tables(self) -> BlockTables:
-        bucket, parts = self.inputs.bucket, self.inputs.on_device
-        max_keys = bucket.num_pages * self.page_size
-        return BlockTables(parts.query_offsets, parts.cache_lens, parts.pages, bucket.max_query, max_keys)
+        layer.write(self.inputs.on_device.slots, key, value)
+        variant = self._attention.variant(layer, query, scoring)
+        return self._attention.attend(variant, layer, query, scoring)
