@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specwire.config.own_methods import OWN_METHODS
 from specwire.config.services import VerifyConfig
-from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, Verdict
+from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal
 from specwire.engine.batch import Feed
 from specwire.engine.boot import ModelService
 from specwire.engine.device import DeviceLostError, DraftQuery
@@ -38,7 +38,7 @@ from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import IntArray, Support, certain
-from verify_service.own import Drafting, Judged, Noise
+from verify_service.own import Judged, Noise
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class GrownDrafts:
         self.num_passes = self.num_nodes = self.num_hosted = self.prefill_ns = 0
         self._grown = {sequence: grown for sequence, grown in self._grown.items() if not sequence.closed}
         try:
-            growing = [found for each in judged if (found := self.begin(*each)) is not None]
+            growing = [found for each in judged if (found := self.begin(each)) is not None]
             try:
                 if growing:
                     self.grow(growing)
@@ -190,10 +190,9 @@ class GrownDrafts:
         except Exception:
             log.exception("drafting failed")
 
-    def begin(
-        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
-    ) -> Growing | None:
+    def begin(self, judged: Judged) -> Growing | None:
         """Apply the rule, learn from the outcome, and begin what follows it; None if nothing is to."""
+        sequence, drafting, row, verdict = judged
         kind = sequence.encoded.traits & MATCHED
         emitted = drafting.judge(sequence, verdict)
         base_len = drafting.judged.base_len

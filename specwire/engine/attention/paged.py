@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -73,6 +73,9 @@ class PackedBatch:
         adapters: int64 [num_tokens], see `Batch`; None if no token has one.
     """
 
+    uses_tables: ClassVar = True
+    """Whether kernels for page tables may run; else pages are read as views."""
+
     slots: Tensor
     segments: Sequence[Segment]
     layers: dict[nn.Module, LayerCache]
@@ -87,7 +90,7 @@ class PackedBatch:
         """See `Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
-        if query.is_cuda:
+        if query.is_cuda and self.uses_tables:
             variant = self._over_tables.variant(layer, query, scoring)
             tables = self._over_tables.tables
             # Copying all keys is not always cheap enough.

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -384,12 +384,10 @@ class _Context:
 class _Block(attention.PackedBatch):
     """Blocks of several sequences: the tokens of each see one another and the sequence before them."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-    ) -> Tensor:
-        layer = self.layers[module]
-        layer.write(self.slots, key, value)
+    uses_tables: ClassVar = False
+
+    def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         window, group = scoring.sliding_window, query.shape[1] // layer.keys.shape[1]
         if (kind := (window, group, True, 0)) not in self._plans:
             self._plans[kind] = views.plan_blocks(self.segments, window, group, layer.keys)
-        return views.view_attention(self._plans[kind], layer, query, scoring)
+        return self._plans[kind]

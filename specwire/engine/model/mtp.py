@@ -18,16 +18,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from specwire.engine.attention import paged as attention
-from specwire.engine.attention import views
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Segments
@@ -193,12 +192,7 @@ class MtpRunner(NotingRunner):
 class MtpBatch(PackedBatch):
     """A packed row whose segments skip the first keys, which kernels for page tables cannot."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-    ) -> Tensor:
-        layer = self.layers[module]
-        layer.write(self.slots, key, value)
-        return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
+    uses_tables: ClassVar = False
 
 
 def without_first(batch: Batch, num_first: int) -> tuple[npt.NDArray[np.bool_], Segments]:

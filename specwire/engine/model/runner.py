@@ -155,7 +155,7 @@ class ModelRunner(Runner):
             batch_invariant=batch_invariant,
             has_previous=self._has_previous,
         )
-        if batch_invariant and not buckets.allows_invariance():
+        if batch_invariant and not buckets.allows(buckets.invariant):
             raise ModelLoadError(
                 f"--batch-invariant with a context of {most_tokens} tokens needs paged attention, which this "
                 f"torch does not have on {self.device}; lower --num-kv-tokens"
@@ -172,7 +172,12 @@ class ModelRunner(Runner):
         if self._compiles:
             self._compile()
         if self._padded is not None:
-            self._warm_padded()
+            self._padded.warm()
+            error = self._replay_error()
+            if not error <= _REPLAY_TOLERANCE:
+                what = "replayed steps differ by %.2g of the logits' spread: they are not replayed"
+                log.warning(what, error)
+                self.stop_replaying()
         if self._batch_invariant and not self._is_invariant():
             raise ModelLoadError(
                 "--batch-invariant: a token's logits depend on the tokens beside it, whatever the passes' "
@@ -213,14 +218,6 @@ class ModelRunner(Runner):
     @property
     def _num_tried(self) -> int:
         return min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
-
-    def _warm_padded(self) -> None:
-        assert self._padded is not None
-        self._padded.warm()
-        error = self._replay_error()
-        if not error <= _REPLAY_TOLERANCE:
-            log.warning("replayed steps differ by %.2g of the logits' spread: they are not replayed", error)
-            self.stop_replaying()
 
     def _is_invariant(self) -> bool:
         """Whether tokens have bitwise the same logits in one pass, in chunks, and beside other tokens."""
@@ -437,7 +434,11 @@ class ModelRunner(Runner):
     def compute(self, batch: Batch) -> Tensor:
         """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size], and the states."""
         self._copy(batch)
-        return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
+        if not self._batch_invariant:
+            return self._run(batch)
+        if self._padded is not None:  # in passes of one size
+            return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
+        return torch.cat([self._run_tokenwise(part) for part in batch.split(TOKENWISE_TOKENS)])
 
     def _copy(self, batch: Batch) -> None:
         """What is to be copied before the pass writes, in all layers."""
@@ -446,12 +447,6 @@ class ModelRunner(Runner):
             for layer in self._layers.values():
                 layer.copy(src, dst)
 
-    def _run_invariant(self, batch: Batch) -> Tensor:
-        """Run the batch in passes of one size."""
-        if self._padded is not None:
-            return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
-        return torch.cat([self._run_tokenwise(part) for part in batch.split(TOKENWISE_TOKENS)])
-
     def _run_tokenwise(self, batch: Batch) -> Tensor:
         """On a CPU: one pass of `TOKENWISE_TOKENS` tokens, each attended in a call of its own."""
         scratch_slot = self.pool.num_pages * self.pool.page_size
@@ -459,11 +454,11 @@ class ModelRunner(Runner):
         packed = TokenwiseBatch(slots, batch.segments, self._layers)
         if batch.adapters is not None:
             packed.adapters = to_device(_padded_to_size(batch.adapters, 0), self.device)
-        rows = to_device(_padded_to_size(batch.rows, 0), self.device)
-        token_ids, positions = (_padded_to_size(part, 0) for part in (batch.token_ids, batch.positions))
-        logits = self._logits(
-            to_device(token_ids, self.device), to_device(positions, self.device), packed, rows
+        token_ids, positions, rows = (
+            to_device(_padded_to_size(part, 0), self.device)
+            for part in (batch.token_ids, batch.positions, batch.rows)
         )
+        logits = self._logits(token_ids, positions, packed, rows)
         return logits[: len(batch.rows)].float()
 
     def _run(self, batch: Batch) -> Tensor:
