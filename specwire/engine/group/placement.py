@@ -42,7 +42,7 @@ class Placement:
         ServiceUnavailableError: the devices are in use.
 
     Attributes:
-        host: this machine's address in the cluster.
+        host, node_id: this machine's address in the cluster, and Ray's name for it.
     """
 
     def __init__(self, address: str, num_ranks: int, *, is_cuda: bool, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class Placement:
         self._owns_connection = False
         try:
             self._owns_connection = self._connect(address)
-            self.host, self._node_id = _where()
+            self.host, self.node_id = _where()
             self._group = self._reserve(timeout_s)
         except BaseException:
             self._disconnect()
@@ -74,10 +74,6 @@ class Placement:
             .remote()
             for bundle in range(self._num_ranks)
         ]
-
-    def sort_key(self, node_id: str) -> tuple[bool, str]:
-        """Order of the ranks: those on this machine first, then machine by machine."""
-        return node_id != self._node_id, node_id
 
     def close(self) -> None:
         """Release the devices; end the instance if this object started it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import traceback
@@ -99,27 +100,20 @@ class Rank:
     @torch.inference_mode()
     def serve(self) -> None:
         """Execute steps until the driver ends the group, or any process of it dies."""
-        try:
-            self._follow()
-        finally:
-            self._connection.close()  # so that the driver detects it at once
-
-    def _follow(self) -> None:
         number = 0
-        while (command := pickle.loads(self._connection.receive())) is not None:
-            if command.number != number:
-                raise RuntimeError(f"rank {self._rank} received step {command.number} instead of {number}")
-            logits = self._computed(command)
-            if self._rank == 0:
-                self._connection.answer(pickle.dumps(_answer(command, logits), pickle.HIGHEST_PROTOCOL))
-            number += 1
-
-    def _computed(self, command: StepCommand) -> Tensor:
-        """What drafts is on every rank, and reads what the ranks' model shows all of them."""
-        if command.query is not None:
-            return self._runner.draft(command.batch, command.query)
-        assert command.batch is not None
-        return self._runner.compute(command.batch)
+        with contextlib.closing(self._connection):  # so that the driver detects it at once
+            while (command := pickle.loads(self._connection.receive())) is not None:
+                if command.number != number:
+                    problem = f"received step {command.number} instead of {number}"
+                    raise RuntimeError(f"rank {self._rank} {problem}")
+                # What drafts is on every rank, and reads what the ranks' model shows all of them.
+                if command.query is not None:
+                    logits = self._runner.draft(command.batch, command.query)
+                else:
+                    logits = self._runner.compute(command.batch)
+                if self._rank == 0:
+                    self._connection.answer(pickle.dumps(_answer(command, logits), pickle.HIGHEST_PROTOCOL))
+                number += 1
 
 
 def _answer(command: StepCommand, logits: Tensor) -> StepAnswer:

@@ -165,7 +165,9 @@ class _Group:
         """
         deadline_s = time.monotonic() + self._config.load_timeout_s
         found = self._gather([actor.location.remote() for actor in self._actors], deadline_s)
-        order = sorted(range(len(found)), key=lambda i: (*self._placement.sort_key(found[i].node_id), i))
+        # Those on this machine first, then machine by machine.
+        nodes, here = [rank.node_id for rank in found], self._placement.node_id
+        order = sorted(range(len(found)), key=lambda i: (nodes[i] != here, nodes[i], i))
         self.locations = [found[i] for i in order]
         self._actors = [self._actors[i] for i in order]
         num_ranks = len(order)

@@ -206,8 +206,7 @@ class ModelRunner(Runner):
 
     def _trial(self) -> Tensor:
         """Logits of some tokens, as they are without replay: of one alone, and of some at once."""
-        tokens = np.linspace(0, self.num_embeddings - 1, self._num_tried).astype(np.int64)
-        found = []
+        found, tokens = [], self._tried_tokens()
         with self.new_sequence() as cache:
             for some in (tokens[:1], tokens):
                 cache.truncate(0)
@@ -215,9 +214,9 @@ class ModelRunner(Runner):
                     found.append(self._run_packed(batch).float())
         return torch.cat(found)[:, : self.vocab_size]
 
-    @property
-    def _num_tried(self) -> int:
-        return min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
+    def _tried_tokens(self) -> IntArray:
+        num = min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
+        return np.linspace(0, self.num_embeddings - 1, num).astype(np.int64)
 
     def _is_invariant(self) -> bool:
         """Whether tokens have bitwise the same logits in one pass, in chunks, and beside other tokens."""
@@ -256,7 +255,7 @@ class ModelRunner(Runner):
 
     def _replay_error(self) -> float:
         """Error of a replayed step's logits, relative to the same step run eagerly."""
-        tokens = np.linspace(0, self.num_embeddings - 1, self._num_tried).astype(np.int64)
+        tokens = self._tried_tokens()
         with self.new_sequence() as cache:
             replayed = self.forward([Feed(cache, tokens, len(tokens))])
         return relative_error(replayed, self._trial()[1:])
