@@ -331,7 +331,7 @@ class Engine:
                 self._heartbeat.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
                 work.do()
         self._drain_inbox(timeout_s=0)
-        self._queues.fail_all(ServiceUnavailableError("the service is shutting down"))
+        self._queues.fail(self._queues, ServiceUnavailableError("the service is shutting down"))
         self._replies.flush()
 
     def _drain_inbox(self, timeout_s: float | None) -> None:
@@ -402,7 +402,7 @@ class Engine:
             self._hook_ns = clock.stopwatch_ns() - started_ns
         step = self._plan(started_ns)
         if not step.jobs:
-            self._queues.fail_background(ResourceExhaustedError("no memory to work ahead in"))
+            self._queues.fail(self._queues.background, ResourceExhaustedError("no memory to work ahead in"))
             self._replies.flush()
             return None
         for job in step.jobs:
@@ -446,7 +446,7 @@ class Engine:
             self._runner.recover(lambda: not self._closing)
         except SpecwireError as failure:
             log.error("the device did not come back: %s", failure)
-            self._queues.fail_all(ServiceUnavailableError("the device did not come back"))
+            self._queues.fail(self._queues, ServiceUnavailableError("the device did not come back"))
         self._queues.remove([job for job in self._queues if job.done])
         self._replies.flush()
 

@@ -231,7 +231,10 @@ def accept_by_kseq(
         if verdict.target_token_ids[row] == NO_TOKEN:
             return Outcome(path, NO_TOKEN)
         candidates = [(chain, paths[chain][i]) for chain in alive]
-        selection = _selection(proposal, verdict, row, len(candidates))
+        support, target_probs = _judged_support(proposal, verdict, row)
+        draft_probs = support.probs.astype(np.float64)
+        draft_probs /= draft_probs.sum()
+        selection = Selection(draft_probs, target_probs, len(candidates))
         uniform_of = functools.partial(accept_uniforms, i)
         accepted = _first_accepted(proposal, selection, row, candidates, uniform_of)
         if accepted is None:
@@ -242,13 +245,12 @@ def accept_by_kseq(
     return Outcome(path, int(verdict.target_token_ids[path[-1] + 1]))
 
 
-def _selection(proposal: Proposal, verdict: Verdict, row: int, num_candidates: int) -> Selection:
+def _judged_support(proposal: Proposal, verdict: Verdict, row: int) -> tuple[Support, _Probs]:
+    """A row's support, and the target's probabilities on it."""
     support, target_probs = proposal.supports[row], verdict.target_probs[row]
     if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
         raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
-    draft_probs = support.probs.astype(np.float64)
-    draft_probs /= draft_probs.sum()
-    return Selection(draft_probs, target_probs, num_candidates)
+    return support, target_probs
 
 
 def _first_accepted(
@@ -328,9 +330,7 @@ def _judgeable(proposal: Proposal, verdict: Verdict) -> tuple[Proposal, Verdict]
 
 def _token_probs(proposal: Proposal, verdict: Verdict, i: int) -> tuple[float, float]:
     """Probability of draft token i under the distribution it was sampled from, and under the target."""
-    support, target_probs, token_id = proposal.supports[i], verdict.target_probs[i], proposal.token_ids[i]
-    if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
-        raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
+    (support, target_probs), token_id = _judged_support(proposal, verdict, i), proposal.token_ids[i]
     slot = int((support.token_ids == token_id).argmax())
     draft_prob = support.probs.item(slot)
     if support.token_ids.item(slot) != token_id or not draft_prob > 0:

@@ -173,7 +173,10 @@ class ModelRunner(Runner):
             self._compile()
         if self._padded is not None:
             self._padded.warm()
-            error = self._replay_error()
+            tokens = self._tried_tokens()
+            with self.new_sequence() as cache:
+                replayed = self.forward([Feed(cache, tokens, len(tokens))])
+            error = relative_error(replayed, self._trial()[1:])
             if not error <= _REPLAY_TOLERANCE:
                 what = "replayed steps differ by %.2g of the logits' spread: they are not replayed"
                 log.warning(what, error)
@@ -252,13 +255,6 @@ class ModelRunner(Runner):
         for steps in (self._padded, *self._padded_without.values()):
             if steps is not None:
                 steps.stop_replaying()
-
-    def _replay_error(self) -> float:
-        """Error of a replayed step's logits, relative to the same step run eagerly."""
-        tokens = self._tried_tokens()
-        with self.new_sequence() as cache:
-            replayed = self.forward([Feed(cache, tokens, len(tokens))])
-        return relative_error(replayed, self._trial()[1:])
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
