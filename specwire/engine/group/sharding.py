@@ -79,7 +79,11 @@ def check_shardable(config: Any, num_ranks: int) -> None:
     if loading.is_quantised(config):
         if reason := extras.unshared_reason(config.quantization_config):
             raise ModelLoadError(reason)
-        quantised.check_styles(text.base_model_tp_plan)
+        for name, style in text.base_model_tp_plan.items():
+            if style not in (*quantised.CUT, *quantised.WHOLE):
+                raise ModelLoadError(
+                    f"quantised weights are cut by rows or columns alone, and {name} is {style!r}"
+                )
     for name in ("num_attention_heads", "num_key_value_heads"):
         num_heads = getattr(text, name, None)
         if num_heads is not None and num_heads % num_ranks:
