@@ -38,7 +38,7 @@ from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import IntArray, Support, certain
-from verify_service.own import Judged, Noise
+from verify_service.own import Judged, Noise, OwnDrafts
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,8 @@ def choose(question: Question, logits: Tensor) -> list[Drawn]:
     return answer
 
 
-class GrownDrafts:
-    """Proposals for all sequences of a step at once; see `OwnDrafts`.
+class GrownDrafts(OwnDrafts):
+    """Proposals for all sequences of a step at once.
 
     Args:
         runner: of what drafts.
@@ -162,7 +162,6 @@ class GrownDrafts:
 
     def __init__(self, runner: Any, *, may_be_tree: bool) -> None:
         self._runner = runner
-        self.num_passes = self.num_nodes = self.num_hosted = self.prefill_ns = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: dict[TokenSequence, Growing] = {}
