@@ -37,7 +37,7 @@ from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.gathering import Gathering
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence, check_job
-from specwire.engine.progress import LEAST_LIMIT_S, Heartbeat, Watchdog
+from specwire.engine.progress import LEAST_LIMIT_S, Watchdog
 from specwire.engine.queues import JobQueues
 from specwire.engine.replies import Replies, Sink
 from specwire.engine.schedule import Scheduler, Step
@@ -149,8 +149,7 @@ class Engine:
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
         self._gathering = Gathering()
-        self._heartbeat = Heartbeat()
-        self._watchdog = Watchdog(self._heartbeat, self._replies)
+        self._watchdog = Watchdog(self._replies)
         self._scheduler = Scheduler(
             self._sequences,
             max_num_tokens=max_num_tokens,
@@ -314,12 +313,12 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         while not self._closing:
-            self._heartbeat.beat()
+            self._watchdog.beat()
             timeout_s: float | None = 0
             if not self._queues:
                 timeout_s = self._spare_work.wait_s() if self._spare_work else None
             self._drain_inbox(timeout_s)
-            self._heartbeat.beat()
+            self._watchdog.beat()
             while wait_s := self._gathering_s():
                 self._drain_inbox(timeout_s=wait_s)
             if self._queues:
@@ -328,7 +327,7 @@ class Engine:
             is_idle = not (self._queues.foreground or self._closing) and self._inbox.empty()
             if is_idle and work is not None and work.wait_s() == 0:
                 # One piece: a request that comes now waits for no more.
-                self._heartbeat.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
+                self._watchdog.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
                 work.do()
         self._drain_inbox(timeout_s=0)
         self._queues.fail(self._queues, ServiceUnavailableError("the service is shutting down"))
@@ -411,7 +410,7 @@ class Engine:
         bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
         bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0, 0))
         least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
-        self._heartbeat.beat(bound_ns / 1e9, least_s)
+        self._watchdog.beat(bound_ns / 1e9, least_s)
         try:
             self._executor.run(step)
         except DeviceLostError as error:
@@ -438,7 +437,7 @@ class Engine:
             if job.num_losses > _MAX_LOSSES:
                 problem = f"the device was lost, {job.num_losses} times at this request"
                 self._replies.fail(job, ServiceUnavailableError(problem))
-        self._heartbeat.beat(least_s=math.inf)  # the runner bounds its own recovery
+        self._watchdog.beat(least_s=math.inf)  # the runner bounds its own recovery
         for sequence in list(self._sequences):
             sequence.cache.truncate(0)
         self._runner.pool.forget_all()
