@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specwire.config.own_methods import OWN_METHODS
 from specwire.config.services import VerifyConfig
-from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal, Verdict
+from specwire.core import MAX_SUPPORT, SUPPORT_MASS, Proposal
 from specwire.engine.batch import Feed
 from specwire.engine.boot import ModelService
 from specwire.engine.device import DeviceLostError, DraftQuery
@@ -38,7 +38,7 @@ from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import IntArray, Support, certain
-from verify_service.own import Drafting, Judged, Noise
+from verify_service.own import Judged, Noise, OwnDrafts
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,8 @@ def choose(question: Question, logits: Tensor) -> list[Drawn]:
     return answer
 
 
-class GrownDrafts:
-    """Proposals for all sequences of a step at once; see `OwnDrafts`.
+class GrownDrafts(OwnDrafts):
+    """Proposals for all sequences of a step at once.
 
     Args:
         runner: of what drafts.
@@ -162,7 +162,6 @@ class GrownDrafts:
 
     def __init__(self, runner: Any, *, may_be_tree: bool) -> None:
         self._runner = runner
-        self.num_passes = self.num_nodes = self.num_hosted = self.prefill_ns = 0
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: dict[TokenSequence, Growing] = {}
@@ -179,7 +178,7 @@ class GrownDrafts:
         self.num_passes = self.num_nodes = self.num_hosted = self.prefill_ns = 0
         self._grown = {sequence: grown for sequence, grown in self._grown.items() if not sequence.closed}
         try:
-            growing = [found for each in judged if (found := self.begin(*each)) is not None]
+            growing = [found for each in judged if (found := self.begin(each)) is not None]
             try:
                 if growing:
                     self.grow(growing)
@@ -190,10 +189,9 @@ class GrownDrafts:
         except Exception:
             log.exception("drafting failed")
 
-    def begin(
-        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
-    ) -> Growing | None:
+    def begin(self, judged: Judged) -> Growing | None:
         """Apply the rule, learn from the outcome, and begin what follows it; None if nothing is to."""
+        sequence, drafting, row, verdict = judged
         kind = sequence.encoded.traits & MATCHED
         emitted = drafting.judge(sequence, verdict)
         base_len = drafting.judged.base_len
@@ -270,8 +268,8 @@ class GrownDrafts:
         if grown is None or not grown.growth.num_nodes:
             return None
         found = grown.growth.proposal(len(grown.committed))
-        parents = tree.checked_parents(found.parents, len(found.token_ids))  # none of a chain
-        is_matched = bool(sequence.encoded.traits & MATCHED)
+        found = replace(found, parents=tree.checked_parents(found.parents, len(found.token_ids)))
         if grown.supports:
-            return replace(found, parents=parents, supports=grown.supports, support_len=self.support_len)
-        return replace(found, parents=parents, supports=() if is_matched else certain(found.token_ids))
+            return replace(found, supports=grown.supports, support_len=self.support_len)
+        is_matched = sequence.encoded.traits & MATCHED
+        return found if is_matched else replace(found, supports=certain(found.token_ids))

@@ -7,10 +7,11 @@ On the engine thread, right after a pass. The coordinator comes to the same outc
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -134,54 +135,49 @@ class Judged(NamedTuple):
                 log.exception("going on failed")
 
 
-class OwnDrafts(Protocol):
+class OwnDrafts(abc.ABC):
     """Proposes for all sequences of a step at once. Engine thread only.
 
     Attributes:
         num_passes, num_nodes, num_hosted, prefill_ns: that the last proposals took, see `device.DraftCost`.
     """
 
-    num_passes: int
-    num_nodes: int
-    num_hosted: int
-    prefill_ns: int
+    num_passes = num_nodes = num_hosted = prefill_ns = 0
 
+    @abc.abstractmethod
     def propose(self, judged: Sequence[Judged]) -> None:
         """Set outcome and proposal of each; a failure costs proposals, never a verdict."""
 
 
-class ForcedDrafts:
+class ForcedDrafts(OwnDrafts):
     """What a grammar leaves no choice about, of a target that proposes nothing else ("jump-ahead").
 
         verdict ─▶ rule ─▶ outcome ─▶ the text that must follow ─▶ its tokens ─▶ proposal
 
     A text is forced more often than a token: most have several spellings, and the target chooses among them.
-    So these tokens are judged like those of any draft that is certain of them. See `OwnDrafts`.
+    So these tokens are judged like those of any draft that is certain of them.
     """
-
-    num_passes = num_nodes = num_hosted = prefill_ns = 0
 
     def propose(self, judged: Sequence[Judged]) -> None:
         for each in judged:
             try:
-                _propose(each)
+                self._propose(each)
             except SpecwireError as error:  # the next pass comes to it too, and says so
                 log.debug("nothing is forced: %s", error)
             except Exception:
                 log.exception("forced tokens failed")
 
-
-def _propose(judged: Judged) -> None:
-    drafting, sequence, verdict = judged.drafting, judged.sequence, judged.verdict
-    if sequence.grammar is None:
-        return
-    committed = [*sequence.tokens[: verdict.base_len], *drafting.judge(sequence, verdict)]
-    most = drafting.depth(len(committed))
-    token_ids = sequence.grammar.forced(committed[sequence.prompt_len :], most) if most else []
-    if token_ids:
-        is_matched = bool(sequence.encoded.traits & MATCHED)
-        supports = () if is_matched else certain(token_ids)
-        drafting.proposal = Proposal(len(committed), token_ids, supports)
+    @staticmethod
+    def _propose(judged: Judged) -> None:
+        sequence, drafting, _, verdict = judged
+        if sequence.grammar is None:
+            return
+        committed = [*sequence.tokens[: verdict.base_len], *drafting.judge(sequence, verdict)]
+        most = drafting.depth(len(committed))
+        token_ids = sequence.grammar.forced(committed[sequence.prompt_len :], most) if most else []
+        if token_ids:
+            supports = () if sequence.encoded.traits & MATCHED else certain(token_ids)
+            drafting.proposal = Proposal(len(committed), token_ids, supports)
 
 
 class Noise:

@@ -15,26 +15,24 @@ from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from specwire.core import MAX_SUPPORT, Verdict
+from specwire.core import MAX_SUPPORT
 from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
 from specwire.proposals.tree import TokenTree
 from verify_service.grown import Growing, GrownDrafts, Node
-from verify_service.own import Drafting
+from verify_service.own import Judged
 from verify_service.threshold import Threshold
 
 
 class PagedDrafts(GrownDrafts):
     """See `GrownDrafts`."""
 
-    def begin(
-        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
-    ) -> Growing | None:
+    def begin(self, judged: Judged) -> Growing | None:
         """See `GrownDrafts`. The sequence goes on as the coordinator's next request will have it do."""
-        found = super().begin(sequence, drafting, row, verdict)
+        found = super().begin(judged)
         if found is None:
             return None
-        base_len = drafting.judged.base_len
+        sequence, base_len = judged.sequence, judged.verdict.base_len
         sequence.rebase(base_len, found.committed[base_len:])
         # Pages that others read may have kept a path of a tree from moving together.
         return found if sequence.cache.length == len(found.committed) - 1 else None
@@ -74,16 +72,12 @@ class BlockDrafts(PagedDrafts):
     """See `GrownDrafts`. A block is drafted in one pass, with a mask in place of each draft token: candidates
     at a depth are the same after all nodes of the depth before, and trees cost nothing more."""
 
-    def begin(
-        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
-    ) -> Growing | None:
+    def begin(self, judged: Judged) -> Growing | None:
         """See `GrownDrafts`; no path is longer than a block."""
-        most, wanted = self._runner.draft_shape.longest, drafting.wanted
-        if wanted.max_depth:
-            drafting.wanted = replace(wanted, max_depth=min(wanted.max_depth, most))
-        else:
-            drafting.wanted = replace(wanted, num_draft_tokens=min(wanted.num_draft_tokens, most))
-        return super().begin(sequence, drafting, row, verdict)
+        most, wanted = self._runner.draft_shape.longest, judged.drafting.wanted
+        name = "max_depth" if wanted.max_depth else "num_draft_tokens"
+        judged.drafting.wanted = replace(wanted, **{name: min(getattr(wanted, name), most)})
+        return super().begin(judged)
 
     def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing near the end of the context."""
@@ -109,15 +103,13 @@ class LayersDrafts(PagedDrafts):
         super().__init__(runner, may_be_tree=may_be_tree)
         self._thresholds: WeakKeyDictionary[TokenSequence, Threshold] = WeakKeyDictionary()
 
-    def begin(
-        self, sequence: TokenSequence, drafting: Drafting, row: int, verdict: Verdict
-    ) -> Growing | None:
+    def begin(self, judged: Judged) -> Growing | None:
         """See `GrownDrafts`; how the last proposal fared says where the next one ends."""
-        before, judged = self._grown.get(sequence), drafting.judged
-        found = super().begin(sequence, drafting, row, verdict)
+        sequence, drafting, *_ = judged
+        before, num_drafted = self._grown.get(sequence), len(drafting.judged.token_ids)
+        found = super().begin(judged)
         threshold = self._thresholds.setdefault(sequence, Threshold())
-        num_drafted = len(judged.token_ids)
-        if before is not None and num_drafted and judged.base_len == len(before.committed):
+        if before is not None and num_drafted and drafting.judged.base_len == len(before.committed):
             assert drafting.outcome is not None
             was_longest = num_drafted == before.growth.max_depth
             threshold.learn(drafting.outcome.num_accepted, num_drafted, was_longest=was_longest)

@@ -45,7 +45,10 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         # The loop's own threads live as long as it does, and children end with the thread that started them.
         service = servicer.service = await asyncio.to_thread(boot.start, config, "verify", decider)
         stack.callback(service.close)
-        decider.drafts = await asyncio.to_thread(_own_drafts, config, service)
+        if load := METHODS.get(config.own.source):
+            decider.drafts = await asyncio.to_thread(load, config, service)
+        elif service.info.grammars:
+            decider.drafts = ForcedDrafts()
         group = engine_metrics.group(service, "verify")
         await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
@@ -63,10 +66,3 @@ METHODS: Mapping[str, Callable[[VerifyConfig, ModelService], OwnDrafts]] = {
     DRAFT_MODEL: ModelDrafts.load,
 }
 """What the target proposes with, by its source. A ModelLoadError names the flag and the reason."""
-
-
-def _own_drafts(config: VerifyConfig, service: ModelService) -> OwnDrafts | None:
-    """What the target proposes with; None for nothing."""
-    if load := METHODS.get(config.own.source):
-        return load(config, service)
-    return ForcedDrafts() if service.info.grammars else None

@@ -23,7 +23,7 @@ from specwire.errors import InternalError
 from specwire.proposals import tree
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
-from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Places, Row, Rows, padded
+from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Row, Rows, padded
 from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
@@ -266,7 +266,10 @@ def _evaluate(log_probs: Tensor, cases: Cases) -> Results:
     if matched is not None:
         found.append(choose_matched(take_rows(log_probs, matched), cases.rows.take(matched)))
     if sampled is not None:
-        found += _judge(log_probs, cases, sampled)
+        probs = take_rows(log_probs, sampled).exp()
+        uniforms = uniforms_for(cases.rows.take(sampled), Purpose.TARGET, probs.device)
+        support_ids = to_device(padded(cases.support_ids, cases.support_lens, -1), probs.device)
+        found += sampling.judge_support(probs, support_ids, uniforms)
     maxima, *results = to_host(*found)
     token_ids = np.empty(len(maxima), np.int64)
     target_probs, tail_mass = _NO_PROBS, _NO_MASS
@@ -276,14 +279,6 @@ def _evaluate(log_probs: Tensor, cases: Cases) -> Results:
         target_probs, tail_mass, token_ids[sampled] = results[-3:]
     token_ids[~np.isfinite(maxima)] = NO_TOKEN
     return Results(token_ids, target_probs, tail_mass, {})
-
-
-def _judge(log_probs: Tensor, cases: Cases, places: Places) -> tuple[Tensor, ...]:
-    """Rejection sampling: the results of `sampling.judge_support` for the sampled rows."""
-    probs = take_rows(log_probs, places).exp()
-    uniforms = uniforms_for(cases.rows.take(places), Purpose.TARGET, probs.device)
-    support_ids = to_device(padded(cases.support_ids, cases.support_lens, -1), probs.device)
-    return sampling.judge_support(probs, support_ids, uniforms)
 
 
 def _logprobs(reported: Reported, logits: Tensor, token_ids: IntArray) -> list[Logprobs]:

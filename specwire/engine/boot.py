@@ -243,21 +243,16 @@ def _threads(config: ModelServiceConfig, source: str) -> ThreadCount:
 
 def _make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
     if source.startswith(EMULATED):
-        return _emulate(config, source)
+        model = emulated.EmulatedModel.parse(source)
+        if config.fills_memory:
+            flag = "--kv-cache-memory" if config.kv_cache_memory else "--gpu-memory-utilization"
+            raise ModelLoadError(f"{source}: has no memory for {flag} to be a fraction of")
+        pages = {"num_pages": config.num_pages, "page_size": config.page_len}
+        return emulated.EmulatedRunner(model, **pages), model.describe()
     with process.importing():
         from specwire.engine import models  # takes seconds to import, and emulated devices do not need it
 
     return models.make_runner(config, source)
-
-
-def _emulate(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    model = emulated.EmulatedModel.parse(source)
-    if config.fills_memory:
-        flag = "--kv-cache-memory" if config.kv_cache_memory else "--gpu-memory-utilization"
-        raise ModelLoadError(f"{source}: has no memory for {flag} to be a fraction of")
-    num_pages, page_size = config.num_pages, config.page_len
-    runner = emulated.EmulatedRunner(model, num_pages=num_pages, page_size=page_size)
-    return runner, model.describe()
 
 
 def resolve(model: str, role: str) -> str:

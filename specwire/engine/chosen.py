@@ -15,7 +15,7 @@ from specwire.engine.drawn import Drawn
 from specwire.engine.model.chains import Choice
 from specwire.errors import ResourceExhaustedError
 from specwire.rule import random
-from specwire.rule.choices import CHOICES, Kind
+from specwire.rule.choices import Kind, choose
 from specwire.rule.columns import EDITED, GREEDY, GUMBEL, MATCHED, Encoded, Rows
 from specwire.rule.transfer import to_device, to_host
 
@@ -98,4 +98,4 @@ def choice(
 @functools.cache
 def _function(kind: Kind, num_ranked: int) -> functools.partial[tuple[Tensor, ...]]:
     """One for each kind: what is captured is known by it."""
-    return functools.partial(CHOICES[kind], **({"num_ranked": num_ranked} if num_ranked else {}))
+    return functools.partial(choose, kind=kind, num_ranked=num_ranked)

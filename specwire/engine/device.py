@@ -10,6 +10,7 @@ both are small and can be pickled, because the device may be in other processes.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -78,29 +79,6 @@ class DraftQuery(NamedTuple):
     depths: IntArray
 
 
-class DraftingRunner(Protocol):
-    """A target's device, as what drafts on it uses it.
-
-    Attributes:
-        context_len: maximum tokens of one sequence; None without a limit.
-    """
-
-    context_len: int | None
-    draft_shape: DraftShape
-
-    def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
-        """One pass of the draft: the answer, of float32 logits [num_nodes, the target's vocabulary], which
-        are -inf for tokens that are never drafted.
-
-        Args:
-            feeds: what it appends to caches, for the caller to drop again; none where nothing is.
-
-        Raises:
-            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths that
-                they had before.
-        """
-
-
 class Decider(Protocol):
     """How a service turns logits into results."""
 
@@ -117,18 +95,21 @@ class Decider(Protocol):
         """Set `result` of each job, or append to its sequence's tokens, which requests another pass."""
 
 
-class Runner(Protocol):
-    """A device, as the loop uses it."""
+class Runner(abc.ABC):
+    """A device, as the loop uses it; by default one that is never lost without this process."""
 
     pool: PagePool
     vocab_size: int
-    on_loss: Callable[[], None]
+    on_loss: Callable[[], None] = staticmethod(lambda: None)
     """Set by the engine; called from any thread when the device is lost between passes."""
     longest_pause_s: float
     """Rare extra time of a pass, in seconds: to record a graph, or to detect a lost rank."""
 
-    def new_sequence(self) -> SequenceCache: ...
+    def new_sequence(self) -> SequenceCache:
+        """An empty sequence of this runner's cache; the caller releases it."""
+        return self.pool.new_sequence()
 
+    @abc.abstractmethod
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """One forward pass; the answer, or None when the question is None.
 
@@ -136,22 +117,22 @@ class Runner(Protocol):
             DeviceLostError: the contents of all caches are lost.
         """
 
-    def end_step(self) -> None:
+    def end_step(self) -> None:  # noqa: B027 - an answer on the host implies it
         """Wait until the device has finished the step; called after its answer was applied."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raises:
         DeviceLostError: as for `run`.
         """
 
-    def recover(self, is_wanted: Callable[[], bool]) -> None:
+    def recover(self, is_wanted: Callable[[], bool]) -> None:  # noqa: B027
         """Restart the device, with empty caches, after a DeviceLostError; gives up once it is not wanted.
 
         Raises:
             SpecwireError: it did not start; the next call tries again.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free all resources; called once, from any thread, while nothing runs or waits."""
 
 

@@ -18,7 +18,7 @@ Gumbel coupling. With `period`, stretches of that many tokens alternate between 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from specwire.config.models import EMULATED
 from specwire.engine.batch import Feed, Feeds, Packer
-from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import Decide
+from specwire.engine.cache.kv_cache import PagePool
+from specwire.engine.device import Decide, Runner
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError
 from specwire.support import IntArray
@@ -163,21 +163,16 @@ def _unit(words: Words) -> npt.NDArray[np.float64]:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class EmulatedRunner:
+class EmulatedRunner(Runner):
     """Stands in for `ModelRunner`: the same bookkeeping, a sleep instead of a forward pass."""
 
     def __init__(self, model: EmulatedModel, *, num_pages: int, page_size: int) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.vocab_size = model.vocab_size
-        self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = LEAST_LIMIT_S
         self._model = model
         self._packer = Packer(self.pool, _MAX_INT, None)  # the table knows any token
         self._due_s = self._oversleep_s = 0.0
-
-    def new_sequence(self) -> SequenceCache:
-        """An empty sequence."""
-        return self.pool.new_sequence()
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """As `ModelRunner.forward`."""
@@ -190,15 +185,6 @@ class EmulatedRunner:
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         logits = self.forward(feeds)
         return None if question is None else decide(question, logits)
-
-    def check(self) -> None:
-        """An emulated device is never lost."""
-
-    def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """Nothing to do: it is never lost."""
-
-    def close(self) -> None:
-        """Nothing to free."""
 
     def _append(self, feeds: Sequence[Feed]) -> tuple[IntArray, IntArray]:
         """Append to the caches; returns the position of each row and the token before it, int64 [n]."""

@@ -13,12 +13,13 @@ foreground jobs as far as that adds next to nothing to the step. *Spare work* ru
 between steps, while no foreground job waits.
 
 The parts: `queues.py` (jobs under way), `gathering.py` (waiting for streams about to return), `executor.py`
-(one step and its failures), `recovery.py` (a lost device), `progress.py` (a hung device), `replies.py`
-(results on their way to callers).
+(one step and its failures), `progress.py` (a hung device), `replies.py` (results on their way to callers).
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import operator
 import queue
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -36,9 +37,8 @@ from specwire.engine.device import Decider, DeviceLostError, Runner
 from specwire.engine.executor import StepExecutor
 from specwire.engine.gathering import Gathering
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence, check_job
-from specwire.engine.progress import LEAST_LIMIT_S, Heartbeat, Watchdog
+from specwire.engine.progress import LEAST_LIMIT_S, Watchdog
 from specwire.engine.queues import JobQueues
-from specwire.engine.recovery import DeviceRecovery
 from specwire.engine.replies import Replies, Sink
 from specwire.engine.schedule import Scheduler, Step
 from specwire.engine.thread import ComputeThread
@@ -51,8 +51,12 @@ from specwire.errors import (
 )
 from specwire.proposals.estimate.costs import CostModel
 
+log = logging.getLogger(__name__)
+
 _MAX_DELAY = 0.1
 """Background jobs may lengthen a step by at most this share of its time without them."""
+_MAX_LOSSES = 2
+"""A job that was running when the device was lost more often than this fails: it may be the cause."""
 
 
 class StepHook(Protocol):
@@ -145,8 +149,7 @@ class Engine:
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
         self._gathering = Gathering()
-        self._heartbeat = Heartbeat()
-        self._watchdog = Watchdog(self._heartbeat, self._replies)
+        self._watchdog = Watchdog(self._replies)
         self._scheduler = Scheduler(
             self._sequences,
             max_num_tokens=max_num_tokens,
@@ -156,9 +159,6 @@ class Engine:
         self._spare_work: SpareWork | None = None
         self._executor = StepExecutor(
             runner, decider, self._replies, self._counts, prefix_sharing=prefix_sharing
-        )
-        self._recovery = DeviceRecovery(
-            runner, self._sequences, self._queues, self._replies, self._heartbeat, lambda: not self._closing
         )
         self._thread = thread
         self._thread.start(self._run)
@@ -227,13 +227,19 @@ class Engine:
     @contextmanager
     def together(self) -> Iterator[None]:
         """What the body submits and closes reaches the thread at once, before any further step."""
-        commands = self._gathered = []
+        commands: list[Callable[[], None]] = []
+        self._gathered = commands
+
+        def run_all() -> None:
+            for command in commands:
+                command()
+
         try:
             yield
         finally:
             self._gathered = None
             if commands:
-                self._inbox.put(lambda: _run_all(commands))
+                self._inbox.put(run_all)
 
     def run_soon(self, command: Callable[[], None]) -> None:
         """Run a function on the thread, after what was submitted before and before any further step; it must
@@ -274,7 +280,7 @@ class Engine:
 
     def check_device(self) -> None:
         """The device was seen to be lost: recover it now rather than when the next job arrives."""
-        self._inbox.put(self._recovery.check)
+        self._inbox.put(self._check_device)
 
     def close(self) -> None:
         """End the thread after the running step; open jobs fail with ServiceUnavailableError."""
@@ -307,17 +313,24 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         while not self._closing:
-            self._heartbeat.beat()
-            self._drain_inbox(timeout_s=0 if self._queues else self._spare_wait_s())
-            self._heartbeat.beat()
+            self._watchdog.beat()
+            timeout_s: float | None = 0
+            if not self._queues:
+                timeout_s = self._spare_work.wait_s() if self._spare_work else None
+            self._drain_inbox(timeout_s)
+            self._watchdog.beat()
             while wait_s := self._gathering_s():
                 self._drain_inbox(timeout_s=wait_s)
             if self._queues:
                 self._step()
-            if not (self._queues.foreground or self._closing) and self._inbox.empty():
-                self._do_spare_work()
+            work = self._spare_work
+            is_idle = not (self._queues.foreground or self._closing) and self._inbox.empty()
+            if is_idle and work is not None and work.wait_s() == 0:
+                # One piece: a request that comes now waits for no more.
+                self._watchdog.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
+                work.do()
         self._drain_inbox(timeout_s=0)
-        self._queues.fail_all(ServiceUnavailableError("the service is shutting down"))
+        self._queues.fail(self._queues, ServiceUnavailableError("the service is shutting down"))
         self._replies.flush()
 
     def _drain_inbox(self, timeout_s: float | None) -> None:
@@ -332,16 +345,6 @@ class Engine:
             pass
         if not self._replies.is_held:
             self._replies.flush()
-
-    def _spare_wait_s(self) -> float | None:
-        return self._spare_work.wait_s() if self._spare_work else None
-
-    def _do_spare_work(self) -> None:
-        """One piece of it, if it is due: a request that comes now waits for no more."""
-        work = self._spare_work
-        if work is not None and work.wait_s() == 0:
-            self._heartbeat.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
-            work.do()
 
     def _gathering_s(self) -> float:
         """How long the next step may still wait for streams that are about to return, in seconds."""
@@ -398,7 +401,7 @@ class Engine:
             self._hook_ns = clock.stopwatch_ns() - started_ns
         step = self._plan(started_ns)
         if not step.jobs:
-            self._queues.fail_background(ResourceExhaustedError("no memory to work ahead in"))
+            self._queues.fail(self._queues.background, ResourceExhaustedError("no memory to work ahead in"))
             self._replies.flush()
             return None
         for job in step.jobs:
@@ -407,13 +410,44 @@ class Engine:
         bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
         bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0, 0))
         least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
-        self._heartbeat.beat(bound_ns / 1e9, least_s)
+        self._watchdog.beat(bound_ns / 1e9, least_s)
         try:
             self._executor.run(step)
         except DeviceLostError as error:
-            self._recovery.recover(step.jobs, error)
+            self._recover(step.jobs, error)
             return None
         return step
+
+    def _check_device(self) -> None:
+        try:
+            self._runner.check()
+        except DeviceLostError as error:
+            self._recover((), error)
+
+    def _recover(self, jobs: Sequence[Job], error: DeviceLostError) -> None:
+        """The contents of all caches are lost: empty them, and wait for the device. Every sequence runs its
+        tokens again, which callers notice as a delay only.
+
+        Args:
+            jobs: of the step that was lost.
+        """
+        log.warning("%s; sequences run their tokens again on a new device", error)
+        for job in jobs:
+            job.num_losses += 1
+            if job.num_losses > _MAX_LOSSES:
+                problem = f"the device was lost, {job.num_losses} times at this request"
+                self._replies.fail(job, ServiceUnavailableError(problem))
+        self._watchdog.beat(least_s=math.inf)  # the runner bounds its own recovery
+        for sequence in list(self._sequences):
+            sequence.cache.truncate(0)
+        self._runner.pool.forget_all()
+        try:
+            self._runner.recover(lambda: not self._closing)
+        except SpecwireError as failure:
+            log.error("the device did not come back: %s", failure)
+            self._queues.fail(self._queues, ServiceUnavailableError("the device did not come back"))
+        self._queues.remove([job for job in self._queues if job.done])
+        self._replies.flush()
 
     def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what the step cost, and answer the jobs that are done."""
@@ -468,8 +502,3 @@ class Engine:
         for job in done:
             if job.following is not None and not job.sequence.closed:
                 self._begin(job.following, background=True)
-
-
-def _run_all(commands: Sequence[Callable[[], None]]) -> None:
-    for command in commands:
-        command()

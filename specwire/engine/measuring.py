@@ -7,20 +7,18 @@ From then on a target's engine corrects it with every pass that it runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specwire.core import Load, SamplingParams
 from specwire.engine import chosen
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import Runner
-from specwire.engine.model.chains import Choice
 from specwire.proposals.calibration import NUM_RANKS
 from specwire.proposals.estimate.costs import CostModel
 from specwire.proposals.growth import NUM_EXPANDED
@@ -57,7 +55,7 @@ def measure_draft(runner: Any) -> CostModel:
     """
     costs = CostModel(2)
     if runner.can_decode:
-        costs.assume([*_chains_measured(runner), *_trees_measured(runner)])
+        costs.assume([*_draft_measured(runner)])
     else:
         costs.assume([((each[1], 0), each[2]) for each in _measured(runner) if each[0] == each[1]])
     return costs
@@ -69,39 +67,29 @@ def as_load(costs: CostModel, draft_costs: CostModel | None) -> Load:
     return Load(0, 1, *map(int, (costs.base, *costs.rates, *of_draft)))
 
 
-def _chains_measured(runner: Any) -> Iterator[tuple[tuple[int, int], float]]:
-    """Nodes of a step, one of each sequence, which the device chooses, and the nanoseconds that it takes."""
-    started_s = time.perf_counter()
-    for num_sequences in (1, 8):
-        if time.perf_counter() - started_s > _MOST_S or num_sequences > runner.pool.num_pages:
-            break
-        logits = torch.zeros((num_sequences, runner.vocab_size), device=runner.device)
-        greedy, ones = [Encoded.of(SamplingParams(temperature=0), 0)] * num_sequences, [1] * num_sequences
+def _draft_measured(runner: Any) -> Iterator[tuple[tuple[int, int], float]]:
+    """Nodes of a step, and the nanoseconds that it takes: one of each sequence, which the device chooses, and
+    a depth of trees, whose tokens the host chooses."""
+
+    def decode(caches: list[SequenceCache]) -> None:
+        num = len(caches)
+        logits = torch.zeros((num, runner.vocab_size), device=runner.device)
+        greedy, ones = [Encoded.of(SamplingParams(temperature=0), 0)] * num, [1] * num
         choice = chosen.choice(Kind(GREEDY, is_cut=False), greedy, ones, ones, _NUM_STEPS, logits)
-        run = partial(_decode, runner, logits, choice)
-        yield (num_sequences, 0), _shortest_ns(runner, num_sequences, run) / _NUM_STEPS
+        if found := runner.decode(caches, logits, choice):
+            to_host(*found)
 
+    def expand(caches: list[SequenceCache]) -> None:
+        token_ids, tree = np.arange(NUM_EXPANDED) % runner.vocab_size, TokenTree(0, (-1,) * NUM_EXPANDED)
+        logits = runner.forward([Feed(cache, token_ids, NUM_EXPANDED, tree) for cache in caches])
+        to_host(*likeliest(logits.log_softmax(dim=-1), most=NUM_RANKS, sharpness=SHARPNESS))
 
-def _trees_measured(runner: Any) -> Iterator[tuple[tuple[int, int], float]]:
-    """The same of a depth of trees of one sequence and of some, whose tokens the host chooses."""
-    started_s = time.perf_counter()
-    for num_sequences in (1, 8):
-        if time.perf_counter() - started_s > _MOST_S or num_sequences > runner.pool.num_pages:
-            break
-        run = partial(_expand, runner, np.arange(NUM_EXPANDED) % runner.vocab_size)
-        nanoseconds = _shortest_ns(runner, num_sequences, run)
-        yield (num_sequences * NUM_EXPANDED, 1), nanoseconds
-
-
-def _expand(runner: Any, token_ids: IntArray, caches: Sequence[SequenceCache]) -> None:
-    tree = TokenTree(0, (-1,) * len(token_ids))
-    logits = runner.forward([Feed(cache, token_ids, len(token_ids), tree) for cache in caches])
-    to_host(*likeliest(logits.log_softmax(dim=-1), most=NUM_RANKS, sharpness=SHARPNESS))
-
-
-def _decode(runner: Any, logits: Tensor, choice: Choice, caches: Sequence[SequenceCache]) -> None:
-    if found := runner.decode(caches, logits, choice):
-        to_host(*found)
+    for run, num_nodes, num_steps, is_hosted in ((decode, 1, _NUM_STEPS, 0), (expand, NUM_EXPANDED, 1, 1)):
+        started_s = time.perf_counter()
+        for num in (1, 8):
+            if time.perf_counter() - started_s > _MOST_S or num > runner.pool.num_pages:
+                break
+            yield (num * num_nodes, is_hosted), _shortest_ns(runner, num, run) / num_steps
 
 
 def _measured(runner: Runner) -> Iterator[tuple[int, int, int]]:
@@ -116,8 +104,9 @@ def _measured(runner: Runner) -> Iterator[tuple[int, int, int]]:
         yield num_sequences, num_sequences * num_tokens, _shortest_ns(runner, num_sequences, run)
 
 
-def _pass(runner: Runner, token_ids: IntArray, caches: Sequence[SequenceCache]) -> None:
-    runner.run([Feed(cache, token_ids, len(token_ids)) for cache in caches], None, _nothing)
+def _pass(runner: Runner, token_ids: IntArray, caches: list[SequenceCache]) -> None:
+    feeds = [Feed(cache, token_ids, len(token_ids)) for cache in caches]
+    runner.run(feeds, None, lambda *_: None)  # passes whose rows nobody wants decide nothing
     runner.end_step()
 
 
@@ -135,7 +124,3 @@ def _shortest_ns(runner: Runner, num_sequences: int, run: Callable[[list[Sequenc
         for cache in caches:
             cache.release()
     return max(1, min(times_ns))
-
-
-def _nothing(question: object, logits: object) -> None:
-    """Passes whose rows nobody wants decide nothing."""

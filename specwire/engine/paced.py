@@ -8,11 +8,8 @@ All passes take the same time, as they do where reading the weights dominates.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
-
-from specwire.engine.batch import Feed
-from specwire.engine.device import Decide, DraftQuery
 
 
 def pace(runner: Any, least_pass_s: float) -> None:
@@ -21,23 +18,16 @@ def pace(runner: Any, least_pass_s: float) -> None:
     What a target drafts by itself takes the share of it that its drafts read of its weights; what a draft
     model beside it does takes its own time.
     """
-    run, run_draft = runner.run, getattr(runner, "run_draft", None)
 
-    def paced_run(feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
-        due_s = time.perf_counter() + least_pass_s
-        answer = run(feeds, question, decide)
-        _sleep_until(due_s)
-        return answer
+    def paced(run: Callable[..., Any], share: Callable[[], float]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            due_s = time.perf_counter() + least_pass_s * share()
+            answer = run(*args)
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            return answer
 
-    def paced_draft(feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
-        assert run_draft is not None
-        due_s = time.perf_counter() + least_pass_s * runner.draft_shape.share_read
-        answer = run_draft(feeds, query, question, decide)
-        _sleep_until(due_s)
-        return answer
+        return call
 
-    runner.run, runner.run_draft = paced_run, paced_draft
-
-
-def _sleep_until(due_s: float) -> None:
-    time.sleep(max(0.0, due_s - time.perf_counter()))
+    runner.run = paced(runner.run, lambda: 1.0)
+    if hasattr(runner, "run_draft"):
+        runner.run_draft = paced(runner.run_draft, lambda: runner.draft_shape.share_read)

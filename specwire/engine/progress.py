@@ -22,17 +22,18 @@ _TIMES_USUAL = 20.0
 """A pass counts as hung after this many times its usual cost at the earliest."""
 
 
-class Heartbeat:
-    """Written by the engine's thread, read by the event loop.
+class Watchdog:
+    """Fails pending replies while the device hangs. The engine thread calls `beat`, the event loop all else.
 
     Attributes:
         limit_s: longest time that the current operation may take.
-        silent_s: how long there has been work and no beat.
+        quiet_s: how long there has been work and no beat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replies: Replies) -> None:
+        self._replies = replies
         self.limit_s = LEAST_LIMIT_S
-        self.silent_s = 0.0
+        self.quiet_s = 0.0
         self._num_beats = self._num_seen = 0
 
     def beat(self, usual_s: float = 0.0, least_s: float = LEAST_LIMIT_S) -> None:
@@ -46,29 +47,26 @@ class Heartbeat:
         self._num_beats += 1
 
     def look(self, has_work: bool, elapsed_s: float = LOOK_EVERY_S) -> None:
-        """Called from the event loop every `LOOK_EVERY_S`; a late call counts for no longer than that."""
+        """Called every `LOOK_EVERY_S`; a late call counts for no longer than that."""
         if self._num_beats != self._num_seen:
-            self._num_seen, self.silent_s = self._num_beats, 0.0
+            self._num_seen, self.quiet_s = self._num_beats, 0.0
         elif has_work or self.hangs:  # the work of a device that hangs has been failed
-            self.silent_s += min(elapsed_s, LOOK_EVERY_S)
+            self.quiet_s += min(elapsed_s, LOOK_EVERY_S)
         else:
-            self.silent_s = 0.0
+            self.quiet_s = 0.0
 
     @property
     def hangs(self) -> bool:
         """Whether it has been silent for longer than the current operation may take."""
-        return self.silent_s > self.limit_s
+        return self.quiet_s > self.limit_s
 
-
-class Watchdog:
-    """Fails pending replies while the device hangs; event loop only."""
-
-    def __init__(self, heartbeat: Heartbeat, replies: Replies) -> None:
-        self._heartbeat = heartbeat
-        self._replies = replies
+    @property
+    def silent_s(self) -> float:
+        """How long a device that hangs has been silent, in seconds; 0 while it makes progress."""
+        return self.quiet_s if self.hangs else 0.0
 
     async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
-        """Check the heartbeat until cancelled.
+        """Look for beats until cancelled.
 
         Args:
             on_change: called with whether the device makes progress, whenever that has changed.
@@ -77,35 +75,26 @@ class Watchdog:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             now_ns = clock.stopwatch_ns()
-            self._heartbeat.look(self._replies.num_pending > 0, (now_ns - looked_ns) / 1e9)
-            looked_ns, hangs = now_ns, self._heartbeat.hangs
+            self.look(self._replies.num_pending > 0, (now_ns - looked_ns) / 1e9)
+            looked_ns, hangs = now_ns, self.hangs
             if hangs:
-                self._fail_pending(was_hung)
+                error = self._error()
+                if not was_hung:
+                    log.error("%s: failing %d requests", error, self._replies.num_pending)
+                self._replies.fail_pending(error)
             if hangs != was_hung:
                 was_hung = hangs
                 await on_change(not hangs)
-
-    def _fail_pending(self, was_hung: bool) -> None:
-        error = self._error()
-        if not was_hung:
-            log.error("%s: failing %d requests", error, self._replies.num_pending)
-        self._replies.fail_pending(error)
 
     def check(self) -> None:
         """Raises:
         ServiceUnavailableError: the device hangs.
         """
-        if self._heartbeat.hangs:
+        if self.hangs:
             raise self._error()
 
     def _error(self) -> ServiceUnavailableError:
         """What the requests on a device that hangs fail with."""
-        silent_s, limit_s = self._heartbeat.silent_s, self._heartbeat.limit_s
         return ServiceUnavailableError(
-            f"the device hangs: one pass takes over {silent_s:.1f} s, {limit_s:.1f} allowed"
+            f"the device hangs: one pass takes over {self.quiet_s:.1f} s, {self.limit_s:.1f} allowed"
         )
-
-    @property
-    def silent_s(self) -> float:
-        """How long a device that hangs has been silent, in seconds; 0 while it makes progress."""
-        return self._heartbeat.silent_s if self._heartbeat.hangs else 0.0

@@ -61,24 +61,19 @@ class JobQueues:
 
     def cancel(self, sequence: TokenSequence, reason: str) -> None:
         """Fail all jobs of a sequence."""
-        self._fail([*self._jobs_of.get(sequence, ())], RequestCancelledError(reason))
+        self.fail(self._jobs_of.get(sequence, ()), RequestCancelledError(reason))
 
     def cancel_background(self, sequence: TokenSequence, reason: str) -> None:
         """Fail the background jobs of a sequence."""
         if jobs := self._jobs_of.get(sequence):
-            self._fail([job for job in jobs if job in self.background], RequestCancelledError(reason))
+            self.fail([job for job in jobs if job in self.background], RequestCancelledError(reason))
 
-    def fail_background(self, error: Exception) -> None:
-        """Fail all background jobs."""
-        self._fail([*self.background], error)
-
-    def fail_all(self, error: Exception) -> None:
-        """Fail every job."""
-        self._fail([*self], error)
-
-    def remove_done(self) -> None:
-        """Drop the jobs that have a result."""
-        self.remove([job for job in self if job.done])
+    def fail(self, jobs: Iterable[Job], error: Exception) -> None:
+        """End these with an error."""
+        jobs = [*jobs]
+        self.remove(jobs)
+        for job in jobs:
+            self._replies.fail(job, error)
 
     def remove(self, jobs: Iterable[Job]) -> None:
         """Drop these."""
@@ -90,8 +85,3 @@ class JobQueues:
             own.remove(job)
             if not own:
                 del self._jobs_of[job.sequence]
-
-    def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
-        self.remove(jobs)
-        for job in jobs:
-            self._replies.fail(job, error)

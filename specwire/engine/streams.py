@@ -54,10 +54,6 @@ class OpenSequence(Generic[State]):
     num_unanswered: int = 0
     held: list[Callable[[], None]] | None = None
 
-    def close(self) -> None:
-        """Free what it holds."""
-        self.resources.close()
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -249,7 +245,11 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
             try:
                 stack.enter_context(self._limits.drain.request())
                 stack.callback(self._changed.set)  # it may have been the last one of a service that drains
-                stack.enter_context(self._limits.slots.held(self._slots()))
+                # The slots of an authenticated caller; others share those of the service.
+                all_slots = self.service.max_sequences
+                most = self._caller.capacity((all_slots, 0))
+                slots = {self._caller.name: most} if most < all_slots else {}
+                stack.enter_context(self._limits.slots.held(slots))
                 tokens = stack.enter_context(self.service.opened(message))
                 state = self.opened(message, tokens)
                 if hasattr(state, "close"):
@@ -300,15 +300,10 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         else:
             sequence.held.append(handle)
 
-    def _slots(self) -> dict[str, int]:
-        """The slots of an authenticated caller; others share those of the service."""
-        most = self._caller.capacity((self.service.max_sequences, 0))
-        return {self._caller.name: most} if most < self.service.max_sequences else {}
-
     def _close(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
             if found := self.sequences.pop(sequence_id, None):
-                found.close()
+                found.resources.close()
 
     def _close_all(self) -> None:
         with self.service.engine.together():

@@ -47,15 +47,10 @@ class ComputeThread:
         self._thread.join()
 
     def _run(self) -> None:
-        _set_system_name(self._thread.name)
+        if sys.platform == "linux":  # Python itself names a thread for the system from 3.14 on
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, self._thread.name.encode()[:15], 0, 0, 0)
         while (call := self._calls.get()) is not None:
             call()
-
-
-def _set_system_name(name: str) -> None:
-    """Name the calling thread for the system; Python does so itself from 3.14 on."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def settle(future: Future[Result], function: Callable[[], Result]) -> None:

@@ -104,16 +104,14 @@ def _accept(proposal: Proposal, verdict: Verdict, params: SamplingParams, seed: 
     base, num_draft_tokens = proposal.base_len, len(proposal.token_ids)
     residual_uniforms = _ResidualUniforms(seed, base)
     if proposal.leaves and params.rule is Rule.KSEQ:
-        uniforms_of = functools.partial(_chain_uniform, seed, base)
-        return accept_by_kseq(proposal, verdict, uniforms_of, residual_uniforms)
+
+        def uniform_of(i: int, chain: int) -> float:
+            return uniform_at(seed, Purpose.ACCEPT, base + i, base, chain)
+
+        return accept_by_kseq(proposal, verdict, uniform_of, residual_uniforms)
     rule = accept_by_block if params.rule is Rule.BLOCK else accept_by_rejection
     accept_uniforms = uniforms(seed, Purpose.ACCEPT, range(base, base + num_draft_tokens), base)
     return rule(proposal, verdict, accept_uniforms, residual_uniforms)
-
-
-def _chain_uniform(seed: int, base: int, i: int, chain: int) -> float:
-    """Of a chain's draft token at draft position i."""
-    return uniform_at(seed, Purpose.ACCEPT, base + i, base, chain)
 
 
 class _ResidualUniforms:
@@ -135,25 +133,20 @@ def accept_by_match(proposal: Proposal, verdict: Verdict) -> Outcome:
         InternalError: proposal and verdict do not match.
     """
     _check_fit(proposal, verdict)
-    if proposal.parents:
-        return _match_tree(proposal, verdict)
-    num_accepted = 0
-    for draft_token in proposal.token_ids:
-        if draft_token != verdict.target_token_ids[num_accepted]:
-            break
-        num_accepted += 1
-    return Outcome(range(num_accepted), int(verdict.target_token_ids[num_accepted]))
-
-
-def _match_tree(proposal: Proposal, verdict: Verdict) -> Outcome:
     path: list[int] = []
-    while True:
+    while proposal.parents:
         node = path[-1] if path else -1
         token_id = int(verdict.target_token_ids[node + 1])
         matching = tree.child(proposal.token_ids, proposal.parents, node, token_id)
         if matching is None:
             return Outcome(path, token_id)
         path.append(matching)
+    num_accepted = 0
+    for draft_token in proposal.token_ids:
+        if draft_token != verdict.target_token_ids[num_accepted]:
+            break
+        num_accepted += 1
+    return Outcome(range(num_accepted), int(verdict.target_token_ids[num_accepted]))
 
 
 def accept_by_rejection(
@@ -238,7 +231,10 @@ def accept_by_kseq(
         if verdict.target_token_ids[row] == NO_TOKEN:
             return Outcome(path, NO_TOKEN)
         candidates = [(chain, paths[chain][i]) for chain in alive]
-        selection = _selection(proposal, verdict, row, len(candidates))
+        support, target_probs = _judged_support(proposal, verdict, row)
+        draft_probs = support.probs.astype(np.float64)
+        draft_probs /= draft_probs.sum()
+        selection = Selection(draft_probs, target_probs, len(candidates))
         uniform_of = functools.partial(accept_uniforms, i)
         accepted = _first_accepted(proposal, selection, row, candidates, uniform_of)
         if accepted is None:
@@ -249,13 +245,12 @@ def accept_by_kseq(
     return Outcome(path, int(verdict.target_token_ids[path[-1] + 1]))
 
 
-def _selection(proposal: Proposal, verdict: Verdict, row: int, num_candidates: int) -> Selection:
+def _judged_support(proposal: Proposal, verdict: Verdict, row: int) -> tuple[Support, _Probs]:
+    """A row's support, and the target's probabilities on it."""
     support, target_probs = proposal.supports[row], verdict.target_probs[row]
     if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
         raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
-    draft_probs = support.probs.astype(np.float64)
-    draft_probs /= draft_probs.sum()
-    return Selection(draft_probs, target_probs, num_candidates)
+    return support, target_probs
 
 
 def _first_accepted(
@@ -335,9 +330,7 @@ def _judgeable(proposal: Proposal, verdict: Verdict) -> tuple[Proposal, Verdict]
 
 def _token_probs(proposal: Proposal, verdict: Verdict, i: int) -> tuple[float, float]:
     """Probability of draft token i under the distribution it was sampled from, and under the target."""
-    support, target_probs, token_id = proposal.supports[i], verdict.target_probs[i], proposal.token_ids[i]
-    if len(support.token_ids) != len(target_probs) or len(target_probs) == 0:
-        raise InternalError(f"{len(target_probs)} target probabilities for {len(support.token_ids)} tokens")
+    (support, target_probs), token_id = _judged_support(proposal, verdict, i), proposal.token_ids[i]
     slot = int((support.token_ids == token_id).argmax())
     draft_prob = support.probs.item(slot)
     if support.token_ids.item(slot) != token_id or not draft_prob > 0:

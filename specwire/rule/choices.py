@@ -1,14 +1,9 @@
 """How draft tokens are chosen on a device, where nothing waits for the host: for chains that are drafted
 there, as `sampling` and `rows` choose them on the way to the host.
-
-Each function takes logits [num_rows, vocab_size], warps float32 [num_rows, 4] (see `columns.Encoded`), and
-noise float32 [num_rows, vocab_size] or uniform numbers float64 [num_rows]. The first of its results is the
-tokens, int64 [num_rows].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,40 +44,29 @@ def likeliest_on_device(scores: Tensor, *, most: int, sharpness: float = SHARPNE
 likeliest = captured(likeliest_on_device)
 
 
-def _greedy(logits: Tensor, _: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
-    return _matched(logits, num_ranked)
+def choose(
+    logits: Tensor, warps: Tensor, *noise: Tensor, kind: Kind, num_ranked: int = 0
+) -> tuple[Tensor, ...]:
+    """The next token of each row.
 
+    Args:
+        logits: [num_rows, vocab_size].
+        warps: float32 [num_rows, 4], see `columns.Encoded`.
+        noise: float32 [num_rows, vocab_size] under Gumbel coupling, uniform numbers float64 [num_rows] where
+            tokens are drawn; none where they are the likeliest.
 
-def _coupled(logits: Tensor, warps: Tensor, noise: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
-    return _matched((logits / warps[:, :1]).log_softmax(dim=-1) + noise, num_ranked)
-
-
-def _coupled_cut(logits: Tensor, warps: Tensor, noise: Tensor, *, num_ranked: int = 0) -> tuple[Tensor, ...]:
-    return _matched(sampling.warped_on_device(logits, warps) + noise, num_ranked)
-
-
-def _matched(scores: Tensor, num_ranked: int) -> tuple[Tensor, ...]:
-    """The tokens, -1 where no score is finite, and what `likeliest` returns, of one token at least."""
+    Returns:
+        The tokens, int64 [num_rows], -1 where no score is finite, and what `likeliest` returns, of one token
+        at least; where they are drawn, what `rows.Sampled` has.
+    """
+    scores = logits
+    if kind.is_cut:
+        scores = sampling.warped_on_device(logits, warps)
+    elif kind.matched != GREEDY:
+        scores = (logits / warps[:, :1]).log_softmax(dim=-1)
+    if not kind.matched:
+        return drawn_on_device(scores, *noise, mass=SUPPORT_MASS, max_support=MAX_SUPPORT)[:4]
+    if kind.matched == GUMBEL:
+        scores = scores + noise[0]
     token_ids = scores.argmax(dim=-1).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
     return token_ids, *likeliest_on_device(scores, most=num_ranked)
-
-
-def _drawn(logits: Tensor, warps: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
-    return _supported((logits / warps[:, :1]).log_softmax(dim=-1), uniforms)
-
-
-def _drawn_cut(logits: Tensor, warps: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
-    return _supported(sampling.warped_on_device(logits, warps), uniforms)
-
-
-def _supported(log_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, ...]:
-    return drawn_on_device(log_probs, uniforms, mass=SUPPORT_MASS, max_support=MAX_SUPPORT)[:4]
-
-
-CHOICES: Mapping[Kind, Callable[..., tuple[Tensor, ...]]] = {
-    Kind(GREEDY, False): _greedy,
-    Kind(GUMBEL, False): _coupled,
-    Kind(GUMBEL, True): _coupled_cut,
-    Kind(0, False): _drawn,
-    Kind(0, True): _drawn_cut,
-}

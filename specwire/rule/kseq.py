@@ -50,11 +50,6 @@ class Selection:
         self.draft_accepted = min(1.0, float(self._common.sum()))
         self.num_effective = _num_effective(self.draft_accepted, num_drafts)
 
-    @property
-    def accepted(self) -> float:
-        """The probability that any of the draft tokens is accepted."""
-        return self.num_effective * self.draft_accepted
-
     def acceptance_probability(self, slot: int) -> float:
         """Of a draft token, by its place in the support."""
         draft_prob, target_prob = self._draft_probs.item(slot), self._target_probs.item(slot)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,43 +150,17 @@ def _first_words(columns: npt.NDArray[np.int64]) -> tuple[Any, Any]:
     # A round or two needs a handful of numbers. numpy would spend a microsecond on each of over a
     # hundred operations; one long integer with a lane in every 64-bit digit does all lanes at once:
     # a 32-bit digit times a 32-bit constant never carries into the next.
-    ones, mask = _packed_constants(num)
+    ones = int.from_bytes(b"\x01\0\0\0\0\0\0\0" * num, "little")
     lanes = (int.from_bytes(row.tobytes(), "little") for row in columns)
     seed_low, low, seed_high, high, base, stream = lanes
-    words = philox((low, high, base, stream), (seed_low, seed_high), mask=mask, ones=ones)
+    words = philox((low, high, base, stream), (seed_low, seed_high), mask=ones * _MASK32, ones=ones)
     word0, word1 = (np.frombuffer(word.to_bytes(8 * num, "little"), "<i8") for word in words[:2])
     return word0, word1
 
 
-def _packed_constants(num: int) -> tuple[int, int]:
-    ones = int.from_bytes(b"\x01\0\0\0\0\0\0\0" * num, "little")
-    return ones, ones * _MASK32
-
-
-@overload
 def gumbel_noise(
-    seeds: Integers | int,
-    positions: Integers,
-    vocab_size: int,
-    device: None = None,
-) -> DoubleArray: ...
-
-
-@overload
-def gumbel_noise(
-    seeds: Integers | int,
-    positions: Integers,
-    vocab_size: int,
-    device: torch.device | str,
-) -> torch.Tensor: ...
-
-
-def gumbel_noise(
-    seeds: Integers | int,
-    positions: Integers,
-    vocab_size: int,
-    device: torch.device | str | None = None,
-) -> Any:
+    seeds: Integers | int, positions: Integers, vocab_size: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Standard Gumbel noise, -log(-log(u)), for every token id at each position.
 
     u lies strictly inside (0, 1): 52 random bits and a half, so that the noise spans [-3.6, 36.7] in
@@ -199,20 +173,20 @@ def gumbel_noise(
         seeds: one seed in [0, 2**63) for all, or [n].
         positions: [n] absolute token positions, from 0.
         vocab_size: in tokens.
-        device: None for numpy, or the torch device to compute on.
+        device: to compute on.
 
     Returns:
-        float64 [n, vocab_size], a numpy array or a tensor on `device`, where the next call of this thread may
-        overwrite it.
+        float64 [n, vocab_size] on `device`, where the next call of this thread may overwrite it.
     """
     rows = np.empty((2, len(positions)), dtype=np.int64)
     rows[0], rows[1] = seeds, positions
-    if device is None:
-        return _gumbel_numpy(rows, vocab_size)
     import torch
 
     if torch.device(device).type == "cpu":
-        return torch.from_numpy(_gumbel_numpy(rows, vocab_size))
+        num_blocks = (vocab_size + 1) // 2
+        out = np.empty((rows.shape[1], num_blocks, 2))
+        _fill_gumbel(out, rows, np.arange(num_blocks), np.log, _NUMPY_BLOCKS)
+        return torch.from_numpy(out.reshape(len(out), 2 * num_blocks)[:, :vocab_size])
     return _gumbel_torch(rows, vocab_size, torch.device(device))
 
 
@@ -226,13 +200,6 @@ def _gumbel_words(rows: Any, blocks: Any) -> Words:
 def _odd_53_bits(high: Any, low: Any) -> Any:
     """52 bits and a half, in units of 2**-53: an odd integer, so neither 0 nor rounded up to 2**53."""
     return (high >> 6) << 27 | (low >> 6) << 1 | 1
-
-
-def _gumbel_numpy(rows: npt.NDArray[np.int64], vocab_size: int) -> DoubleArray:
-    num_blocks = (vocab_size + 1) // 2
-    out = np.empty((rows.shape[1], num_blocks, 2))
-    _fill_gumbel(out, rows, np.arange(num_blocks), np.log, _NUMPY_BLOCKS)
-    return out.reshape(len(out), 2 * num_blocks)[:, :vocab_size]
 
 
 def _gumbel_torch(rows: npt.NDArray[np.int64], vocab_size: int, device: torch.device) -> torch.Tensor:

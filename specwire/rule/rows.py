@@ -42,8 +42,6 @@ def choose_matched(log_probs: Tensor, rows: Rows) -> Tensor:
 def matched_scores(log_probs: Tensor, rows: Rows) -> Tensor:
     """The scores that `choose_matched` maximises: log probabilities, plus Gumbel noise unless greedy.
 
-    Args, shapes: see there.
-
     Returns:
         [num_rows, vocab_size]; float64 if any row has noise, which keeps the order within the other rows.
     """
@@ -116,8 +114,10 @@ def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: i
         candidates: [num_rows] arrays of token ids.
         num_top: number of likeliest tokens to report.
     """
-    padded = transfer.to_device(pad_ids(candidates), logits.device)
-    values, top_ids, top_values = transfer.to_host(*sampling.top_logprobs(logits, padded, num_top))
+    lengths = np.fromiter(map(len, candidates), np.int64, len(candidates))
+    ids = padded(np.concatenate([np.empty(0, np.int64), *candidates]), lengths, -1)
+    found = sampling.top_logprobs(logits, transfer.to_device(ids, logits.device), num_top)
+    values, top_ids, top_values = transfer.to_host(*found)
     return [
         Logprobs(
             np.concatenate([ids, top_ids[i]]),
@@ -126,9 +126,3 @@ def position_logprobs(logits: Tensor, candidates: Sequence[IntArray], num_top: i
         )
         for i, ids in enumerate(candidates)
     ]
-
-
-def pad_ids(rows: Sequence[IntArray]) -> IntArray:
-    """int64 [num_rows, longest row], -1 where a row is shorter."""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return padded(np.concatenate([np.empty(0, np.int64), *rows]), lengths, -1)

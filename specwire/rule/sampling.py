@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from specwire.core import SamplingParams, check_token_id
+from specwire.core import check_token_id
 from specwire.rule.columns import GREEDY, Doubles, Row, Rows
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
@@ -49,59 +49,30 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
     if not edited:
         return logits
     scores = logits.to(torch.float32, copy=True)
-    _add_biases(scores, edited)
-    _apply_repetition(scores, edited)
-    _apply_counts(scores, edited)
-    _exclude_ends(scores, edited)
-    _apply_masks(scores, edited)
-    return scores
-
-
-def _add_biases(scores: Tensor, rows: Mapping[int, Row]) -> None:
-    edits = [_bias_edits(index, row.params, scores.shape[1]) for index, row in rows.items()]
-    _edit(scores, [edit for edit in edits if edit is not None], torch.add)
-
-
-def _bias_edits(index: int, params: SamplingParams, vocab_size: int) -> _Edit | None:
-    if not params.logit_bias:
-        return None
-    token_ids = np.fromiter(params.logit_bias.keys(), np.int64)
-    check_token_id(f"logit_bias[{token_ids.max()}]", int(token_ids.max()), vocab_size)
-    return _Edit(index, token_ids, np.fromiter(params.logit_bias.values(), np.float64))
-
-
-def _apply_repetition(scores: Tensor, rows: Mapping[int, Row]) -> None:
-    edits = []
-    for index, row in rows.items():
-        if row.params.repetition_penalty != 1:
+    biases, repeated, counted, ends = (list[_Edit]() for _ in range(4))
+    for index, row in edited.items():
+        params, num_known = row.params, scores.shape[1]
+        if bias := params.logit_bias:
+            check_token_id(f"logit_bias[{max(bias)}]", max(bias), num_known)
+            token_ids = np.fromiter(bias.keys(), np.int64)
+            biases.append(_Edit(index, token_ids, np.fromiter(bias.values(), np.float64)))
+        if params.repetition_penalty != 1:
             token_ids = np.unique(np.asarray(row.history, dtype=np.int64))
-            token_ids = token_ids[token_ids < scores.shape[1]]
-            edits.append(
-                _Edit(index, token_ids, np.full(len(token_ids), float(row.params.repetition_penalty)))
-            )
-    _edit(scores, edits, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
-
-
-def _apply_counts(scores: Tensor, rows: Mapping[int, Row]) -> None:
-    edits = []
-    for index, row in rows.items():
-        presence, frequency = row.params.presence_penalty, row.params.frequency_penalty
+            repeated.append(_Edit.alike(index, token_ids[token_ids < num_known], params.repetition_penalty))
+        presence, frequency = params.presence_penalty, params.frequency_penalty
         if presence != 0 or frequency != 0:
             output = np.asarray(row.history[row.prompt_len :], dtype=np.int64)
-            token_ids, counts = np.unique(output[output < scores.shape[1]], return_counts=True)
-            edits.append(_Edit(index, token_ids, presence + frequency * counts))
-    _edit(scores, edits, torch.sub)
-
-
-def _exclude_ends(scores: Tensor, rows: Mapping[int, Row]) -> None:
-    """Tokens that would end an output have probability 0 in its first `min_tokens` tokens."""
-    edits = []
-    for index, row in rows.items():
-        if row.position - row.prompt_len < row.params.min_tokens:
-            token_ids = np.unique(np.array(row.params.stop_token_ids, np.int64))
-            token_ids = token_ids[token_ids < scores.shape[1]]
-            edits.append(_Edit(index, token_ids, np.full(len(token_ids), -np.inf)))
-    _edit(scores, edits, torch.add)
+            token_ids, counts = np.unique(output[output < num_known], return_counts=True)
+            counted.append(_Edit(index, token_ids, presence + frequency * counts))
+        if row.position - row.prompt_len < params.min_tokens:  # tokens that would end an output
+            token_ids = np.unique(np.array(params.stop_token_ids, np.int64))
+            ends.append(_Edit.alike(index, token_ids[token_ids < num_known], -np.inf))
+    _edit(scores, biases, torch.add)
+    _edit(scores, repeated, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
+    _edit(scores, counted, torch.sub)
+    _edit(scores, ends, torch.add)
+    _apply_masks(scores, edited)
+    return scores
 
 
 def _apply_masks(scores: Tensor, rows: Mapping[int, Row]) -> None:
@@ -126,6 +97,11 @@ class _Edit:
     row: int
     token_ids: IntArray
     values: npt.NDArray[np.floating[Any]]
+
+    @classmethod
+    def alike(cls, row: int, token_ids: IntArray, value: float) -> Self:
+        """One value for all tokens."""
+        return cls(row, token_ids, np.full(len(token_ids), float(value)))
 
 
 def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Tensor], Tensor]) -> None:

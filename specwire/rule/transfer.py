@@ -44,7 +44,9 @@ def unpack(packed: npt.NDArray[np.uint8], like: Sequence[Tensor]) -> list[npt.ND
     start = 0
     for i in _by_width(like):
         end = start + like[i].nbytes
-        arrays[i] = packed[start:end].view(_numpy_type(like[i].dtype)).reshape(like[i].shape)
+        arrays[i] = (
+            packed[start:end].view(torch.empty(0, dtype=like[i].dtype).numpy().dtype).reshape(like[i].shape)
+        )
         start = end
     return [arrays[i] for i in range(len(like))]
 
@@ -52,7 +54,3 @@ def unpack(packed: npt.NDArray[np.uint8], like: Sequence[Tensor]) -> list[npt.ND
 def _by_width(tensors: Sequence[Tensor]) -> list[int]:
     """Order by element size, so that every element is aligned to its own size."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-
-
-def _numpy_type(dtype: torch.dtype) -> npt.DTypeLike:
-    return torch.empty(0, dtype=dtype).numpy().dtype

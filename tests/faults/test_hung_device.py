@@ -21,7 +21,8 @@ from specwire import AsyncClient, Rule, SamplingParams
 from specwire.engine import boot
 from specwire.engine.batch import Feed
 from specwire.engine.device import Decide
-from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Heartbeat
+from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Watchdog
+from specwire.engine.replies import Replies
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.processes import wait_until
 
@@ -77,7 +78,7 @@ def health(address: str) -> int:
 
 
 def test_silence_counts_while_the_loop_looks_and_there_is_work() -> None:
-    progress = Heartbeat()
+    progress = Watchdog(Replies())
     progress.look(has_work=True)
     progress.beat(usual_s=0.01)
     num_looks = round(LEAST_LIMIT_S / LOOK_EVERY_S)
@@ -86,14 +87,14 @@ def test_silence_counts_while_the_loop_looks_and_there_is_work() -> None:
     assert not progress.hangs
     progress.look(has_work=True, elapsed_s=60.0)  # the process was stopped meanwhile
     assert progress.hangs
-    assert progress.silent_s < LEAST_LIMIT_S + 2 * LOOK_EVERY_S
+    assert progress.quiet_s < LEAST_LIMIT_S + 2 * LOOK_EVERY_S
     progress.beat(usual_s=1.0)
     progress.look(has_work=True)
     assert not progress.hangs
     for _ in range(60):
         progress.look(has_work=True)
     progress.look(has_work=False)
-    assert not progress.silent_s
+    assert not progress.quiet_s
     for _ in range(81):
         progress.look(has_work=True)
     assert progress.hangs, "over 20 times the usual"

@@ -158,11 +158,11 @@ def test_the_self_check_notices_a_model_that_is_computed_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: without the bias, or with positions counted along the row, nothing is served."""
-    halves: Any = encoder_decoder._Halves
+    runner: Any = encoder_decoder.EncoderDecoderRunner
     for family, hook in (("t5", "_bias_by_distance"), ("bart", "_with_positions")):
         saved = encoder_decoders.save(tmp_path / family, family)
         with monkeypatch.context() as patched:
-            patched.setattr(halves, hook, lambda *_: None)
+            patched.setattr(runner, hook, lambda *_: None)
             with pytest.raises(ModelLoadError):
                 encoder_decoder.load(saved, dtype="float32")
 

@@ -187,7 +187,7 @@ def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
         segment = Segment(0, num_query, num_keys, [Run(0, num_keys)], list(range(11)), drawn.tree)
         view = views._View.of(segment, window)
         packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), [segment], {}, page_size=4)
-        found = [packed._dense_step().attend(layer, query, scoring)] + [
+        found = [packed._over_tables.attend(None, layer, query, scoring)] + [
             views.view_attention(plan, layer, query, scoring)
             for plan in (
                 views.plan_reads([segment], window, 2, True, layer.keys),

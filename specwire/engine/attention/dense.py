@@ -10,12 +10,13 @@ values once in every layer, which is little compared with a large model's weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from specwire.engine.attention.varlen import BlockTables
+from specwire.engine.attention.varlen import BlockTables, Variant, VarlenStep, find_variant
 from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 
@@ -112,6 +113,38 @@ class DenseStep:
         if window is not None:
             hidden |= keys <= positions[:, :, None] - window
         return hidden
+
+
+class TableAttention:
+    """Attention of a step over block tables, by torch's kernel where it supports a layer; else dense.
+
+    Args:
+        positions: returns those of `DenseStep`, where they are needed.
+        page_size, words: see there.
+    """
+
+    def __init__(
+        self, tables: BlockTables, positions: Callable[[], Tensor], page_size: int, words: Tensor | None
+    ) -> None:
+        self.tables, self._positions, self._page_size, self._words = tables, positions, page_size, words
+        self._varlen: VarlenStep | None = None
+        self._dense: DenseStep | None = None
+
+    def variant(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Variant | None:
+        """How torch's kernel attends in this step; None where it cannot: it knows chains only."""
+        if self._words is not None:
+            return None
+        return find_variant(layer, self._page_size, query.shape[1], scoring)
+
+    def attend(self, variant: Variant | None, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of one layer; query and result as in `views.view_attention`."""
+        if variant is not None:
+            if self._varlen is None:
+                self._varlen = VarlenStep(self.tables, self._page_size)
+            return self._varlen.attend(variant, layer, query, scoring)
+        if self._dense is None:
+            self._dense = DenseStep(self.tables, self._positions(), self._page_size, self._words)
+        return self._dense.attend(layer, query, scoring)
 
 
 def _weights(rows: Tensor, keys: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specwire.engine.attention import views
 from specwire.engine.attention.paged import PackedBatch
-from specwire.engine.attention.probe import LayerShape, Probe
+from specwire.engine.attention.probe import Probe
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import ModelLoadError, UnsupportedError
 
@@ -54,6 +54,7 @@ class DecoderBatch(PackedBatch):
     """
 
     takes_bias: ClassVar = True
+    uses_tables: ClassVar = False
 
     cross: dict[nn.Module, LayerCache] = field(kw_only=True)
     input_slots: Tensor = field(kw_only=True)
@@ -65,18 +66,12 @@ class DecoderBatch(PackedBatch):
         """See `attention.Attend`. Of a cross-attention, the keys are those of the new inputs, or none."""
         layer = self.cross.get(module)
         if layer is None:
-            layer = self.layers[module]
-            layer.write(self.slots, key, value)
-            return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
+            return super().attend(module, query, key, value, scoring)
         if len(self.input_slots):
             layer.write(self.input_slots, key, value)
-        plan = self._input_plan(layer, fused=views.can_fuse(layer, scoring))
-        return views.view_attention(plan, layer, query, scoring)
-
-    def _input_plan(self, layer: LayerCache, *, fused: bool) -> views.ReadPlan:
-        if fused not in self._input_plans:
+        if (fused := views.can_fuse(layer, scoring)) not in self._input_plans:
             self._input_plans[fused] = views.plan_inputs(self.segments, fused, layer.keys.device)
-        return self._input_plans[fused]
+        return views.view_attention(self._input_plans[fused], layer, query, scoring)
 
 
 class DecoderProbe(Probe):
@@ -103,7 +98,8 @@ class DecoderProbe(Probe):
         name, own = type(module).__name__, self._latest
         if own is None or own in self.cross.values():
             raise ModelLoadError(f"{name} reads the input without a self-attention before it")
-        if not _are_alike(self.shapes[own], key, value):
+        shape = self.shapes[own]
+        if shape.key.shape != key[0, :, 0].shape or shape.value.shape != value[0, :, 0].shape:
             raise ModelLoadError(f"{name} has keys of another shape than the self-attention before it")
         self.cross[module] = own
         return value[:, :, -1:].transpose(1, 2)
@@ -119,7 +115,3 @@ class DecoderProbe(Probe):
                 f"{len(self.shapes)} self-attentions and {len(self.cross)} cross-attentions call "
                 "transformers' attention interface"
             )
-
-
-def _are_alike(own: LayerShape, key: Tensor, value: Tensor) -> bool:
-    return own.key.shape == key[0, :, 0].shape and own.value.shape == value[0, :, 0].shape

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from specwire.engine.batch import Segment, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import UnsupportedError
 from specwire.rule.transfer import to_device
-from specwire.support import IntArray
 
 ATTENTION_NAME = "specwire_paged"
 
@@ -74,6 +73,9 @@ class PackedBatch:
         adapters: int64 [num_tokens], see `Batch`; None if no token has one.
     """
 
+    uses_tables: ClassVar = True
+    """Whether kernels for page tables may run; else pages are read as views."""
+
     slots: Tensor
     segments: Sequence[Segment]
     layers: dict[nn.Module, LayerCache]
@@ -81,9 +83,6 @@ class PackedBatch:
     recurrence: Any = None
     adapters: Tensor | None = None
     _plans: dict[tuple[int | None, int, bool, int], views.ReadPlan] = field(init=False, default_factory=dict)
-    _block_tables: varlen.BlockTables | None = field(init=False, default=None)
-    _varlen: varlen.VarlenStep | None = field(init=False, default=None)
-    _dense: dense.DenseStep | None = field(init=False, default=None)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -91,23 +90,26 @@ class PackedBatch:
         """See `Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
-        if query.is_cuda:
-            variant = self._variant(layer, query.shape[1], scoring)
-            if variant is not None and (variant.paged or self._can_gather()):
-                return self._varlen_step().attend(variant, layer, query, scoring)
-            if self._can_gather():
-                return self._dense_step().attend(layer, query, scoring)
+        if query.is_cuda and self.uses_tables:
+            variant = self._over_tables.variant(layer, query, scoring)
+            tables = self._over_tables.tables
+            # Copying all keys is not always cheap enough.
+            can_gather = dense.fits(len(self.segments), tables.max_query, tables.max_keys)
+            if can_gather or (variant is not None and variant.paged):
+                return self._over_tables.attend(variant, layer, query, scoring)
         return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
 
     @cached_property
-    def _has_trees(self) -> bool:
-        return bool(Segments.of(self.segments).trees)
+    def _over_tables(self) -> dense.TableAttention:
+        """The segments as block tables, on a GPU."""
+        segments, device = Segments.of(self.segments), self.slots.device
+        words = to_device(segments.words(), device) if segments.trees else None
 
-    def _variant(self, layer: LayerCache, num_query_heads: int, scoring: Scoring) -> varlen.Variant | None:
-        """How torch's kernel attends in this step; None where it cannot: it knows chains only."""
-        if self._has_trees:
-            return None
-        return varlen.find_variant(layer, self.page_size, num_query_heads, scoring)
+        def positions() -> Tensor:
+            return to_device(np.concatenate([segment.positions for segment in segments]), device)
+
+        tables = varlen.block_tables(segments, device)
+        return dense.TableAttention(tables, positions, self.page_size, words)
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         """The read plan for layers like this one; made once a step for each kind."""
@@ -117,32 +119,6 @@ class PackedBatch:
         if key not in self._plans:
             self._plans[key] = views.plan_reads(self.segments, *kind, layer.keys, scoring.bias)
         return self._plans[key]
-
-    def _tables(self) -> varlen.BlockTables:
-        """The segments as block tables; made once a step."""
-        if self._block_tables is None:
-            self._block_tables = varlen.block_tables(self.segments, self.slots.device)
-        return self._block_tables
-
-    def _can_gather(self) -> bool:
-        """Whether copying all keys is cheap enough."""
-        tables = self._tables()
-        return dense.fits(len(self.segments), tables.max_query, tables.max_keys)
-
-    def _varlen_step(self) -> varlen.VarlenStep:
-        if self._varlen is None:
-            self._varlen = varlen.VarlenStep(self._tables(), self.page_size)
-        return self._varlen
-
-    def _dense_step(self) -> dense.DenseStep:
-        if self._dense is None:
-            positions = self._on_device(np.concatenate([segment.positions for segment in self.segments]))
-            words = self._on_device(Segments.of(self.segments).words()) if self._has_trees else None
-            self._dense = dense.DenseStep(self._tables(), positions, self.page_size, words)
-        return self._dense
-
-    def _on_device(self, numbers: IntArray) -> Tensor:
-        return to_device(numbers, self.slots.device)
 
 
 _running: ContextVar[Attend | None] = ContextVar("running", default=None)

@@ -30,10 +30,6 @@ class LayerShape:
     scoring: Scoring
 
     @property
-    def sliding_window(self) -> int | None:
-        return self.scoring.sliding_window
-
-    @property
     def bytes_per_token(self) -> int:
         return self.key.nbytes + self.value.nbytes
 
@@ -89,7 +85,7 @@ class Probe:
                 f"no layer of {text.model_type!r} calls transformers' attention interface; "
                 "models with attention of their own cannot be served"
             )
-        windows = [shape.sliding_window for shape in self.shapes.values()]
+        windows = [shape.scoring.sliding_window for shape in self.shapes.values()]
         expected = getattr(text, "num_hidden_layers", len(windows))
         if types is not None:
             expected = sum(kind in ATTENTION_TYPES for kind in types[:expected])

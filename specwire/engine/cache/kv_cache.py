@@ -174,13 +174,11 @@ class PagePool:
         while self._num_free < num_free and self._index.num_idle:
             page, reach = self._index.oldest(), self.num_pages // _POOL_PAGES_PER_EVICTION
             self.forget(page)
-            self._forget_unheld(range(page + 1, min(self.num_pages, page + reach + 1)))
-            self._forget_unheld(range(page - 1, max(-1, page - reach - 1), -1))
-
-    def _forget_unheld(self, pages: Iterable[int]) -> None:
-        """Evict cached pages, up to the first that is held."""
-        for page in itertools.takewhile(lambda page: self._references[page] == 0, pages):
-            self.forget(page)
+            above = range(page + 1, min(self.num_pages, page + reach + 1))
+            below = range(page - 1, max(-1, page - reach - 1), -1)
+            for pages in (above, below):
+                for near in itertools.takewhile(lambda near: not self._references[near], pages):
+                    self.forget(near)
 
     def share(self, pages: Iterable[int]) -> None:
         """Add one reference to each page; a cached one is held from now on."""

@@ -190,7 +190,10 @@ def _compile(compiler: Any, kind: str, value: Any) -> Reply:
         text = compiled.serialize_json()
     except (MemoryError, RuntimeError, ValueError) as error:
         is_too_large = isinstance(error, MemoryError) or "bad_alloc" in str(error)
-        return Reply(problem=_TOO_MUCH if is_too_large else _without_place(str(error)))
+        # Without the time and the source line that an error of xgrammar begins with.
+        message = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", str(error).strip())
+        reason = message.splitlines()[0][:300] if message else "no reason given"
+        return Reply(problem=_TOO_MUCH if is_too_large else f"is refused: {reason}")
     if slowest_s > _PROBE_S:
         return Reply(problem=f"takes {slowest_s * 1e3:.0f} ms a token to match, over {_PROBE_S * 1e3:.0f}")
     if len(text) > _MAX_BYTES:
@@ -233,9 +236,3 @@ def _mask_s(matcher: Any, mask: npt.NDArray[np.int32]) -> float:
     started_s = time.process_time()
     matcher.fill_next_token_bitmask(mask)
     return time.process_time() - started_s
-
-
-def _without_place(message: str) -> str:
-    """An error of xgrammar without the time and the source line that it begins with."""
-    found = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", message.strip())
-    return f"is refused: {found.splitlines()[0][:300] if found else 'no reason given'}"

@@ -115,7 +115,9 @@ class GrammarMatcher:
             InvalidRequestError: a token of the output that the grammar does not allow.
         """
         if self._matcher is None:
-            self._matcher = _matcher(self.compiled.result())
+            import xgrammar
+
+            self._matcher = xgrammar.GrammarMatcher(self.compiled.result())
         held = self._output
         num_common = len(held) if held == output[: len(held)] else num_in_common(held, output)
         if num_common < len(held):
@@ -151,12 +153,6 @@ def _too_slow() -> ResourceExhaustedError:
     return ResourceExhaustedError(f"the grammar takes more than {_MASKS_S:g} s a round to match")
 
 
-def _matcher(compiled: Any) -> Any:
-    import xgrammar
-
-    return xgrammar.GrammarMatcher(compiled)
-
-
 def _links(parents: Sequence[int], num_nodes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Of each node, the prefix first: its first child, and the next child of its parent; -1 for none."""
     first, following = np.full(num_nodes, -1, np.int64), np.full(num_nodes, -1, np.int64)
@@ -180,8 +176,8 @@ class LazyMasks:
         self,
         matcher: GrammarMatcher,
         output: list[int],
-        draft_token_ids: Sequence[int] = (),
-        parents: Sequence[int] = (),
+        draft_token_ids: Sequence[int],
+        parents: Sequence[int],
     ) -> None:
         """Args: as of `GrammarMatcher.fill`."""
         self.error: SpecwireError | None = None

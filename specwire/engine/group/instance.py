@@ -106,7 +106,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-cpus", type=int, required=True)
     args = parser.parse_args()
-    _inherit_orphans()
+    if sys.platform == "linux":  # orphaned descendants become its children, instead of the machine's init's
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     directory = tempfile.mkdtemp(prefix="specwire-ray-")
     try:
         return _run(args.num_cpus, directory)
@@ -130,19 +131,13 @@ def _run(num_cpus: int, directory: str) -> int:
                 _temp_dir=directory,
             )
     except Exception as error:
-        print(f"{_ERROR}{next(iter(str(error).strip().splitlines()), type(error).__name__)}", flush=True)
+        print(f"{_ERROR}{first_line(error)}", flush=True)
         return 1
     with contextlib.suppress(BrokenPipeError):
         print(f"{_READY}{ray.get_runtime_context().gcs_address}", flush=True)
     sys.stdin.buffer.read()
     ray.shutdown()
     return 0
-
-
-def _inherit_orphans() -> None:
-    """Become the parent of orphaned descendants, instead of the machine's init process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_descendants() -> None:
@@ -164,6 +159,11 @@ def _children() -> list[int]:
         with contextlib.suppress(OSError):
             found += [int(pid) for pid in path.read_text().split()]
     return found
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its type if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from specwire.engine.group.instance import Instance, isolated_environ
+from specwire.engine.group.instance import Instance, first_line, isolated_environ
 from specwire.errors import ConfigError, ServiceUnavailableError
 
 
@@ -42,7 +42,7 @@ class Placement:
         ServiceUnavailableError: the devices are in use.
 
     Attributes:
-        host: this machine's address in the cluster.
+        host, node_id: this machine's address in the cluster, and Ray's name for it.
     """
 
     def __init__(self, address: str, num_ranks: int, *, is_cuda: bool, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class Placement:
         self._owns_connection = False
         try:
             self._owns_connection = self._connect(address)
-            self.host, self._node_id = _where()
+            self.host, self.node_id = _where()
             self._group = self._reserve(timeout_s)
         except BaseException:
             self._disconnect()
@@ -74,10 +74,6 @@ class Placement:
             .remote()
             for bundle in range(self._num_ranks)
         ]
-
-    def sort_key(self, node_id: str) -> tuple[bool, str]:
-        """Order of the ranks: those on this machine first, then machine by machine."""
-        return node_id != self._node_id, node_id
 
     def close(self) -> None:
         """Release the devices; end the instance if this object started it."""
@@ -101,7 +97,7 @@ class Placement:
             ray.init(address=target, logging_level="error", log_to_driver=False)
         except Exception as error:
             what = f"--ray-address {address}: cannot be used" if address else "Ray does not start"
-            raise ConfigError(f"{what}: {_first_line(error)}") from error
+            raise ConfigError(f"{what}: {first_line(error)}") from error
         return True
 
     def _reserve(self, timeout_s: float) -> Any:
@@ -158,7 +154,3 @@ def kill(actors: list[Any]) -> None:
     for actor in actors:
         with contextlib.suppress(Exception):  # it has ended, or the cluster has
             ray.kill(actor, no_restart=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -24,8 +24,8 @@ COLUMNS = "colwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
 ROWS = "rowwise"
 EMBEDDING = "embedding_rowwise"
-_CUT = (COLUMNS, *GATHERED, ROWS, EMBEDDING)
-_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+CUT = (COLUMNS, *GATHERED, ROWS, EMBEDDING)
+WHOLE = ("replicate", "replicated_with_grad_allreduce")
 _READS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 _SCALES = "weight_scale_inv"
 """Of transformers' layers of 8-bit floats: one number for each block of a weight, or for all of it."""
@@ -36,19 +36,6 @@ _TORCHAO = ("Float8Tensor", "Int8Tensor")
 def style_of(name: str, plan: dict[str, str]) -> str | None:
     """How a plan, with `*` for the numbers of layers, spreads a module over ranks; None where it does not."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-
-
-def check_styles(plan: dict[str, str]) -> None:
-    """Refuse a plan with layers that cannot be cut here.
-
-    Raises:
-        ModelLoadError: naming the layer and its style.
-    """
-    for name, style in plan.items():
-        if style not in (*_CUT, *_WHOLE):
-            raise ModelLoadError(
-                f"quantised weights are cut by rows or columns alone, and {name} is {style!r}"
-            )
 
 
 def load_cut(
@@ -74,7 +61,8 @@ def load_cut(
     with loading.naming_method(config), cutter.cutting():
         model = loading.load_weights(source, dtype, config=config, **loading.placement(config, device))
     description = loading.describe(model, source)
-    description["num_parameters"] = sum(cutter.whole_numel(each) for each in model.parameters())
+    sizes = cutter.whole_sizes
+    description["num_parameters"] = sum(sizes.get(id(each), each.numel()) for each in model.parameters())
     return model, description
 
 
@@ -83,11 +71,7 @@ class Cutter:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        self._whole: dict[int, int] = {}
-
-    def whole_numel(self, parameter: nn.Parameter) -> int:
-        """How many numbers all ranks have of a parameter together."""
-        return self._whole.get(id(parameter), parameter.numel())
+        self.whole_sizes: dict[int, int] = {}  # numbers of all ranks together, by the parameter's identity
 
     @contextlib.contextmanager
     def cutting(self) -> Iterator[None]:
@@ -118,7 +102,7 @@ class Cutter:
         module = model.get_submodule(module_name)
         style = style_of(module_name, model.tp_plan)
         whole = dict(module.named_parameters(recurse=False)).get(own_name)
-        if style not in _CUT or whole is None:
+        if style not in CUT or whole is None:
             return
         if (dim := self._dim(name, module, style, whole)) is None:
             return
@@ -128,7 +112,7 @@ class Cutter:
         share = whole.detach()[start:end] if dim == 0 else whole.detach()[:, start:end]
         parameter = nn.Parameter(share.contiguous().clone(), requires_grad=False)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else it would be drawn at random
-        self._whole[id(parameter)] = whole.numel()
+        self.whole_sizes[id(parameter)] = whole.numel()
         setattr(module, own_name, parameter)
 
     def _dim(self, name: str, module: Any, style: str | None, whole: Tensor) -> int | None:

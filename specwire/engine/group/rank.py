@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import traceback
@@ -99,27 +100,20 @@ class Rank:
     @torch.inference_mode()
     def serve(self) -> None:
         """Execute steps until the driver ends the group, or any process of it dies."""
-        try:
-            self._follow()
-        finally:
-            self._connection.close()  # so that the driver detects it at once
-
-    def _follow(self) -> None:
         number = 0
-        while (command := pickle.loads(self._connection.receive())) is not None:
-            if command.number != number:
-                raise RuntimeError(f"rank {self._rank} received step {command.number} instead of {number}")
-            logits = self._computed(command)
-            if self._rank == 0:
-                self._connection.answer(pickle.dumps(_answer(command, logits), pickle.HIGHEST_PROTOCOL))
-            number += 1
-
-    def _computed(self, command: StepCommand) -> Tensor:
-        """What drafts is on every rank, and reads what the ranks' model shows all of them."""
-        if command.query is not None:
-            return self._runner.draft(command.batch, command.query)
-        assert command.batch is not None
-        return self._runner.compute(command.batch)
+        with contextlib.closing(self._connection):  # so that the driver detects it at once
+            while (command := pickle.loads(self._connection.receive())) is not None:
+                if command.number != number:
+                    problem = f"received step {command.number} instead of {number}"
+                    raise RuntimeError(f"rank {self._rank} {problem}")
+                # What drafts is on every rank, and reads what the ranks' model shows all of them.
+                if command.query is not None:
+                    logits = self._runner.draft(command.batch, command.query)
+                else:
+                    logits = self._runner.compute(command.batch)
+                if self._rank == 0:
+                    self._connection.answer(pickle.dumps(_answer(command, logits), pickle.HIGHEST_PROTOCOL))
+                number += 1
 
 
 def _answer(command: StepCommand, logits: Tensor) -> StepAnswer:
@@ -134,7 +128,9 @@ def _answer(command: StepCommand, logits: Tensor) -> StepAnswer:
 
 def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
     """The number of pages that fits on every rank."""
-    fitting = memory.num_pages(config, model.device, _num_sharing(model.device))
+    # On CPUs all ranks share the memory, as if they were on one machine.
+    num_sharing = dist.get_world_size() if model.device.type == "cpu" else 1
+    fitting = memory.num_pages(config, model.device, num_sharing)
     if isinstance(fitting, int):
         return fitting
 
@@ -144,8 +140,3 @@ def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
         return int(least)
 
     return agreed
-
-
-def _num_sharing(device: torch.device) -> int:
-    """Ranks that share the device's memory: on CPUs all of them, as if they were on one machine."""
-    return dist.get_world_size() if device.type == "cpu" else 1

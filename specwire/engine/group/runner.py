@@ -12,10 +12,11 @@ from typing import Any
 
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.batch import Batch, Feed, Packer
-from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import Decide, DeviceLostError, DraftQuery
+from specwire.engine.cache.kv_cache import PagePool
+from specwire.engine.device import Decide, DeviceLostError, DraftQuery, Runner
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import DriverConnections
+from specwire.engine.group.instance import first_line
 from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
 from specwire.engine.group.placement import Placement
 from specwire.engine.group.rank import Rank
@@ -30,7 +31,7 @@ _REASON_WAIT_S = 2.0
 """How long to wait for Ray to report which rank died, after a connection broke."""
 
 
-class GroupRunner:
+class GroupRunner(Runner):
     """Takes the place of a `ModelRunner` for a model on several devices.
 
     Args:
@@ -53,7 +54,6 @@ class GroupRunner:
         self.longest_pause_s = config.step_timeout_s  # after that a hung rank counts as lost
         self._closing = False
         self._num_groups = 0
-        self.on_loss: Callable[[], None] = lambda: None
         self._placement = Placement(
             config.ray_address,
             config.tensor_parallel_size,
@@ -82,16 +82,13 @@ class GroupRunner:
         self.draft_shape = loaded.draft_shape
         self.description = loaded.description
 
-    def new_sequence(self) -> SequenceCache:
-        """An empty sequence."""
-        return self.pool.new_sequence()
-
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         """See `device.Runner`; errors of the feeds as for `Packer.packed`."""
         with self._packer.packed(feeds) as batch:
             return self._group.step(batch, question, decide)
 
     def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
+        """See `ModelRunner`."""
         if not feeds:
             return self._group.step(None, question, decide, query)
         with self._packer.packed(feeds) as batch:
@@ -101,9 +98,6 @@ class GroupRunner:
     def locations(self) -> list[RankLocation]:
         """Where the ranks run now, in order."""
         return self._group.locations
-
-    def end_step(self) -> None:
-        """Nothing to wait for: the answer arrives after the step."""
 
     def check(self) -> None:
         self._group.check()
@@ -171,7 +165,9 @@ class _Group:
         """
         deadline_s = time.monotonic() + self._config.load_timeout_s
         found = self._gather([actor.location.remote() for actor in self._actors], deadline_s)
-        order = sorted(range(len(found)), key=lambda i: (*self._placement.sort_key(found[i].node_id), i))
+        # Those on this machine first, then machine by machine.
+        nodes, here = [rank.node_id for rank in found], self._placement.node_id
+        order = sorted(range(len(found)), key=lambda i: (nodes[i] != here, nodes[i], i))
         self.locations = [found[i] for i in order]
         self._actors = [self._actors[i] for i in order]
         num_ranks = len(order)
@@ -221,7 +217,7 @@ class _Group:
             answer: StepAnswer = pickle.loads(self._connections.receive_answer())
         except OSError as error:
             self._is_lost.wait(_REASON_WAIT_S)
-            self._lose(f"a rank does not answer: {_first_line(error)}")
+            self._lose(f"a rank does not answer: {first_line(error)}")
             raise DeviceLostError(self._lost) from error
         self._number += 1
         if answer.problem:
@@ -308,7 +304,7 @@ def _failures(refs: list[Any], done: list[Any]) -> dict[int, str]:
             cause = error.cause
             is_specwire = isinstance(cause, SpecwireError)
             failures[refs.index(ref)] = (
-                str(cause) if is_specwire else f"{type(cause).__name__}: {_first_line(cause)}"
+                str(cause) if is_specwire else f"{type(cause).__name__}: {first_line(cause)}"
             )
         except RayActorError:
             failures[refs.index(ref)] = "its process died"
@@ -323,7 +319,3 @@ def _failures_soon(refs: list[Any], failures: dict[int, str]) -> dict[int, str]:
     failures = failures | _failures(refs, done)
     consequences = ("RuntimeError", "Dist")
     return dict(sorted(failures.items(), key=lambda item: item[1].startswith(consequences)))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

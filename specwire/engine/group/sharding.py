@@ -79,7 +79,11 @@ def check_shardable(config: Any, num_ranks: int) -> None:
     if loading.is_quantised(config):
         if reason := extras.unshared_reason(config.quantization_config):
             raise ModelLoadError(reason)
-        quantised.check_styles(text.base_model_tp_plan)
+        for name, style in text.base_model_tp_plan.items():
+            if style not in (*quantised.CUT, *quantised.WHOLE):
+                raise ModelLoadError(
+                    f"quantised weights are cut by rows or columns alone, and {name} is {style!r}"
+                )
     for name in ("num_attention_heads", "num_key_value_heads"):
         num_heads = getattr(text, name, None)
         if num_heads is not None and num_heads % num_ranks:
@@ -100,23 +104,21 @@ def run_on_local_shards(model: Any, *, in_rank_order: bool = False) -> None:
         style = quantised.style_of(name, plan)
         wrap = _wrapper(module, style, total)
         if wrap is not None and _is_spread(module):
-            _note_first_row(module)
+            if isinstance(module, nn.Embedding):  # the row of the whole one at which the shard starts
+                num_rows = module.num_embeddings
+                size = -(-num_rows // dist.get_world_size())
+                module.first_row = min(dist.get_rank() * size, num_rows)  # type: ignore[assignment]
             _unwrap(module, shards)
             wrappers.append((module, wrap))
-    if in_rank_order:
-        _check_none_is_left(model)
-    # First, since it replaces `forward` by the bare product. No rank holds more than its share.
-    pack_linears(model, keeps_none=True)
-    for module, wrap in wrappers:
-        module.forward = wrap(module, module.forward)
-
-
-def _check_none_is_left(model: nn.Module) -> None:
-    for name, weight in model.named_parameters():
+    for name, weight in model.named_parameters() if in_rank_order else ():
         if isinstance(weight, DTensor):
             raise ModelLoadError(
                 f"--batch-invariant: {name} is spread over ranks by transformers, which adds in its own order"
             )
+    # First, since it replaces `forward` by the bare product. No rank holds more than its share.
+    pack_linears(model, keeps_none=True)
+    for module, wrap in wrappers:
+        module.forward = wrap(module, module.forward)
 
 
 def _wrapper(module: nn.Module, style: str | None, total: Forward) -> Wrap | None:
@@ -130,7 +132,7 @@ def _wrapper(module: nn.Module, style: str | None, total: Forward) -> Wrap | Non
     if not isinstance(module, nn.Linear):
         return None
     if style == COLUMNS:
-        return _unchanged
+        return lambda _, product: product  # every rank uses its own columns
     if style in GATHERED:
         return _gathered
     return partial(_summed, total=total) if style == ROWS else None
@@ -153,19 +155,6 @@ def _unwrap(module: nn.Module, shards: dict[int, nn.Parameter]) -> None:
                 shards[key] = nn.Parameter(parameter.to_local(), requires_grad=False)
             setattr(module, name, shards[key])
     module.__dict__.pop("forward", None)
-
-
-def _note_first_row(module: nn.Module) -> None:
-    """Note at which row of the whole embedding the shard starts."""
-    if isinstance(module, nn.Embedding):
-        num_rows = module.num_embeddings
-        size = -(-num_rows // dist.get_world_size())
-        module.first_row = min(dist.get_rank() * size, num_rows)  # type: ignore[assignment]
-
-
-def _unchanged(module: nn.Module, product: Forward) -> Forward:
-    """Column-wise: every rank uses its own columns."""
-    return product
 
 
 def _all_reduced(part: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from specwire.engine.heads import files
-from specwire.engine.heads.files import HeadsConfig
 from specwire.errors import ModelLoadError
 
 
@@ -108,23 +107,6 @@ class Heads:
         return found
 
 
-def check_target(config: HeadsConfig, directory: Path, name: str, fingerprint: str, state_size: int) -> None:
-    """Refuse heads that were trained for another model.
-
-    Raises:
-        ModelLoadError: naming both.
-    """
-    if config.state_size != state_size:
-        raise ModelLoadError(
-            f"{directory}: heads for states of {config.state_size}, and {name!r} has {state_size}"
-        )
-    if config.target_fingerprint != fingerprint:
-        raise ModelLoadError(
-            f"{directory}: heads of {config.target!r} ({config.target_fingerprint or 'no weights'}), not of "
-            f"{name!r} ({fingerprint or 'no weights'})"
-        )
-
-
 def load(directory: Path, model: Any, name: str, fingerprint: str) -> Heads:
     """The heads in a directory, for this target.
 
@@ -135,7 +117,16 @@ def load(directory: Path, model: Any, name: str, fingerprint: str) -> Heads:
         ModelLoadError: there are none, they cannot be read, or they are another target's.
     """
     config = files.read_config(directory)
-    check_target(config, directory, name, fingerprint, model.get_output_embeddings().weight.shape[1])
+    state_size = model.get_output_embeddings().weight.shape[1]
+    if config.state_size != state_size:
+        raise ModelLoadError(
+            f"{directory}: heads for states of {config.state_size}, and {name!r} has {state_size}"
+        )
+    if config.target_fingerprint != fingerprint:
+        raise ModelLoadError(
+            f"{directory}: heads of {config.target!r} ({config.target_fingerprint or 'no weights'}), not of "
+            f"{name!r} ({fingerprint or 'no weights'})"
+        )
     weights = files.read_weights(directory, config)
     try:
         heads = [Head.of(weights, number) for number in range(config.num_heads)]

@@ -79,7 +79,12 @@ class ModelBlocks:
             for number, layer in enumerate(layers)
             for kind, module in zip((ATTENTION, MLP), layer, strict=True)
         }
-        _check_unshared(modules)
+        users: dict[int, Block] = {}
+        for block, module in modules.items():
+            for weight in module.parameters():
+                other = users.setdefault(id(weight), block)
+                if other != block:  # leaving out one would not spare it
+                    raise ModelLoadError(f"blocks {other} and {block} share weights")
         self._parts = {block: _Part(modules[block], num) for block, num in _results(model, modules).items()}
         output = model.get_output_embeddings()
         self._num_read = sum(map(_num_bytes, modules.values())) + (_num_bytes(output) if output else 0)
@@ -121,7 +126,10 @@ def _layers(model: Any) -> list[tuple[nn.Module, nn.Module]]:
     found = []
     for attention in probe.shapes:
         layer = layer_of(model, names[attention])
-        children = [child for child in layer.children() if _has_matrices(child)]
+        # Norms have no matrices.
+        children = [
+            each for each in layer.children() if any(weight.dim() > 1 for weight in each.parameters())
+        ]
         attends = [child for child in children if attention in child.modules()]
         others = [child for child in children if child not in attends]
         if len(attends) != 1 or len(others) != 1:
@@ -140,22 +148,6 @@ def layer_of(model: Any, name: str) -> nn.Module:
             return found
         name = above
     raise ModelLoadError("its layers are in no list")
-
-
-def _has_matrices(module: nn.Module) -> bool:
-    return any(weight.dim() > 1 for weight in module.parameters())
-
-
-def _check_unshared(modules: Mapping[Block, nn.Module]) -> None:
-    """Raises:
-    ModelLoadError: two blocks have a weight in common: leaving out one would not spare it.
-    """
-    users: dict[int, Block] = {}
-    for block, module in modules.items():
-        for weight in module.parameters():
-            other = users.setdefault(id(weight), block)
-            if other != block:
-                raise ModelLoadError(f"blocks {other} and {block} share weights")
 
 
 def _results(model: Any, modules: Mapping[Block, nn.Module]) -> dict[Block, int]:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from specwire.engine.batch import Batch
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import KeepingRunner, check_drafts, eager, read_tensors, target_ids
+from specwire.engine.model.drafter import KeepingRunner, check_drafts, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -226,7 +226,7 @@ def _reference(
     model: Any, drafter: BlockDrafter, runner: BlockRunner, tokens: Sequence[int], columns: slice | Tensor
 ) -> Tensor:
     """Logits [num_drafts, num_columns] after all tokens, as transformers computes them."""
-    with eager(model, drafter.layers):
+    with loading.eager(model, drafter.layers):
         config, num_before = drafter.layers.config, len(tokens) - 1
         token_ids = torch.tensor([tokens], device=model.device)
         shown = model.get_decoder()(
@@ -384,12 +384,10 @@ class _Context:
 class _Block(attention.PackedBatch):
     """Blocks of several sequences: the tokens of each see one another and the sequence before them."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-    ) -> Tensor:
-        layer = self.layers[module]
-        layer.write(self.slots, key, value)
+    uses_tables: ClassVar = False
+
+    def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         window, group = scoring.sliding_window, query.shape[1] // layer.keys.shape[1]
         if (kind := (window, group, True, 0)) not in self._plans:
             self._plans[kind] = views.plan_blocks(self.segments, window, group, layer.keys)
-        return views.view_attention(self._plans[kind], layer, query, scoring)
+        return self._plans[kind]

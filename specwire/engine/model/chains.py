@@ -96,7 +96,7 @@ class ChainSteps:
 def _first_of(batch: Batch, num_sequences: int) -> Batch:
     """The first token of each sequence."""
     num_each = len(batch.token_ids) // num_sequences
-    segments = Segments.of(batch.segments)
+    segments = batch.segments
     lens = [length - num_each + 1 for length in segments.cache_lens]
     first = Segments([*range(num_sequences + 1)], lens, segments.tables, segments.page_size, {})
     every = slice(None, None, num_each)

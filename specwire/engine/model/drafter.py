@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specwire.engine.attention.paged import ATTENTION_NAME
 from specwire.engine.batch import Batch, Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import DraftQuery
@@ -51,15 +49,7 @@ class NotingRunner(ModelRunner):
     def __init__(self, model: Any, layer_ids: Collection[int], **pages: Any) -> None:
         self._layer_ids = layer_ids
         self._seen: dict[int, Tensor] = {}  # by layer, of the latest pass, [1, num_tokens, hidden_size]
-        decoder = model.get_decoder()
-        self._noted = [
-            decoder.layers[number].register_forward_pre_hook(
-                functools.partial(self._note_input, number), with_kwargs=True
-            )
-            if number < len(decoder.layers)
-            else decoder.register_forward_hook(functools.partial(self._note_output, number))
-            for number in layer_ids
-        ]
+        self._noted = [self._note(model.get_decoder(), number) for number in layer_ids]
         super().__init__(model, **pages)
         if self._padded is None:
             self.attention_path = "views"
@@ -69,11 +59,18 @@ class NotingRunner(ModelRunner):
         for each in self._noted:
             each.remove()
 
-    def _note_input(self, number: int, module: Any, args: Any, keywords: Any) -> None:
-        self._seen[number] = args[0] if args else keywords["hidden_states"]
+    def _note(self, decoder: Any, number: int) -> Any:
+        """A hook that notes what enters a layer, or what the last norm gives."""
 
-    def _note_output(self, number: int, module: Any, args: Any, output: Any) -> None:
-        self._seen[number] = output[0]
+        def note_input(_: Any, args: Any, keywords: Any) -> None:
+            self._seen[number] = args[0] if args else keywords["hidden_states"]
+
+        def note_output(_: Any, __: Any, output: Any) -> None:
+            self._seen[number] = output[0]
+
+        if number == len(decoder.layers):
+            return decoder.register_forward_hook(note_output)
+        return decoder.layers[number].register_forward_pre_hook(note_input, with_kwargs=True)
 
     def _taken(self) -> list[Tensor]:
         """The states of the latest pass, [1, num_tokens, hidden_size] of each layer."""
@@ -155,18 +152,6 @@ def check_drafts(
         found = torch.cat([*chain_logits(runner, cache, chain)])
     runner.close()
     loading.check_logits(model, found[:, columns], expected())
-
-
-@contextmanager
-def eager(*models: Any) -> Iterator[None]:
-    """Passes in the body attend as transformers does."""
-    for each in models:
-        each.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        for each in models:
-            each.set_attn_implementation(ATTENTION_NAME)
 
 
 def bare_rows(embedding: Any) -> Callable[[Tensor], Tensor]:

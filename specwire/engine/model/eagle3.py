@@ -40,7 +40,6 @@ from specwire.engine.model.drafter import (
     NodeStates,
     bare_rows,
     check_drafts,
-    eager,
     read_tensors,
     target_ids,
 )
@@ -240,7 +239,7 @@ class Eagle3(nn.Module):
 
     def keys(self, states: Tensor, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of the layer; arguments as of `forward`."""
-        read = self.layer.read(states, self._embedded(token_ids))
+        read = self.layer.read(states, self.embedding(token_ids))
         return self.layer.self_attn.keys(read, self._rotary(states, positions))
 
     def forward(
@@ -252,7 +251,7 @@ class Eagle3(nn.Module):
             states: [num_tokens, size] of the token before each one.
             token_ids, positions: int64 [num_tokens].
         """
-        found: Tensor = self.layer(states, self._embedded(token_ids), self._rotary(states, positions), packed)
+        found: Tensor = self.layer(states, self.embedding(token_ids), self._rotary(states, positions), packed)
         return found
 
     def logits(self, found: Tensor) -> Tensor:
@@ -263,9 +262,6 @@ class Eagle3(nn.Module):
     def following(self, found: Tensor) -> Tensor:
         """What the layer reads next, of what `forward` returned."""
         return self.norm(found) if self.settings.norm_output else found
-
-    def _embedded(self, token_ids: Tensor) -> Tensor:
-        return self.embedding(token_ids)
 
     def _rotary(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """A state and the token after it have the position of the state."""
@@ -283,7 +279,11 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
     with loading.errors_naming(source):
         config = json.loads((Path(source) / "config.json").read_bytes())
         settings = read_settings(config, model.config.get_text_config(decoder=True))
-        tensors = _read_tensors(Path(source))
+        tensors = {  # with the layer's under one name
+            name.removeprefix("model.").replace("midlayer.", "layer.").replace("layers.0.", "layer."): tensor
+            for name, tensor in read_tensors(Path(source)).items()
+            if name not in _UNREAD and not name.endswith("rotary_emb.inv_freq")
+        }
         offsets = tensors.pop("d2t", None)
         own = "embed_tokens.weight" in tensors or settings.layer.hidden_size != settings.target_hidden_size
         with torch.device("meta"):
@@ -297,15 +297,6 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
         pack_linears(drafter)
         self_check(model, drafter)
     return drafter
-
-
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of its files, with the layer's under one name."""
-    return {
-        name.removeprefix("model.").replace("midlayer.", "layer.").replace("layers.0.", "layer."): tensor
-        for name, tensor in read_tensors(directory).items()
-        if name not in _UNREAD and not name.endswith("rotary_emb.inv_freq")
-    }
 
 
 def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -341,7 +332,7 @@ def self_check(model: Any, drafter: Eagle3) -> None:
 def _reference(model: Any, drafter: Eagle3, tokens: Sequence[int]) -> Tensor:
     """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, all of which are draft tokens but the
     first: by passes over the whole text, without any cache."""
-    with eager(model):
+    with loading.eager(model):
         token_ids = torch.tensor(tokens, device=model.device)
         shown = model.get_decoder()(
             input_ids=token_ids[None, :-_NUM_CHECKED], use_cache=False, output_hidden_states=True

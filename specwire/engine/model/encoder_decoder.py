@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,14 +110,11 @@ def _packed_logits(runner: ModelRunner, inputs: list[list[int]], tokens: list[in
 @torch.inference_mode()
 def _own_logits(model: Any, inputs: list[list[int]], tokens: list[int]) -> Tensor:
     """The model's own eager forward after each input, float32 [2 * num_tokens, vocab_size]."""
-    model.set_attn_implementation("eager")
-    try:
+    with loading.eager(model):
         decoded = torch.tensor([tokens], device=model.device)
         encoded = [torch.tensor([each], device=model.device) for each in inputs]
         found = [model(input_ids=ids, decoder_input_ids=decoded, use_cache=False) for ids in encoded]
         return torch.cat([output.logits[0].float() for output in found])
-    finally:
-        model.set_attn_implementation(attention.ATTENTION_NAME)
 
 
 class EncoderDecoderRunner(ModelRunner):
@@ -127,7 +123,15 @@ class EncoderDecoderRunner(ModelRunner):
     def __init__(
         self, model: Any, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
     ) -> None:
-        self._halves = _Halves(model)
+        self._positions: Tensor | None = None  # of the pass that runs
+        for module in model.get_decoder().modules():
+            if getattr(module, "has_relative_attention_bias", False):
+                self._bias_by_distance(module)
+            elif (
+                isinstance(module, nn.Embedding)
+                and "position_ids" in inspect.signature(module.forward).parameters
+            ):
+                module.register_forward_pre_hook(self._with_positions, with_kwargs=True)
         super().__init__(model, num_pages=num_pages, page_size=page_size)
         self.attention_path = "views"
         self._cross = {module: self._layers[own] for module, own in self._cross_of.items()}
@@ -136,9 +140,9 @@ class EncoderDecoderRunner(ModelRunner):
     def _probe(self) -> DecoderProbe:
         probe, row = DecoderProbe(), np.zeros(1, dtype=np.int64)
         with loading.errors_naming("the model cannot be served"):
-            states = self._halves.encoded(np.zeros(2, dtype=np.int64), [2])
+            states = self._encoded(np.zeros(2, dtype=np.int64), [2])
             token = to_device(row, self.device)
-            logits = self._halves.logits(token, token, probe, states)
+            logits = self._decoded(token, token, probe, states)
         self.vocab_size = int(logits.shape[-1])
         probe.check(self.model.config)
         self._cross_of = probe.cross
@@ -154,42 +158,21 @@ class EncoderDecoderRunner(ModelRunner):
             cross=self._cross,
             input_slots=to_device(inputs.slots, self.device),
         )
-        states = self._halves.encoded(inputs.token_ids, inputs.lens)
+        states = self._encoded(inputs.token_ids, inputs.lens)
         token_ids, positions = (to_device(part, self.device) for part in (batch.token_ids, batch.positions))
-        logits = self._halves.logits(token_ids, positions, packed, states)
+        logits = self._decoded(token_ids, positions, packed, states)
         return logits if len(batch.rows) == len(token_ids) else logits[to_device(batch.rows, self.device)]
 
-
-class _Halves:
-    """Encoder and decoder of a model, as packed passes call them."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        attention.register()
-        if model.config._attn_implementation != attention.ATTENTION_NAME:
-            model.set_attn_implementation(attention.ATTENTION_NAME)
-        self._encoder, decoder = model.get_encoder(), model.get_decoder()
-        self._positions: Tensor | None = None  # of the pass that runs
-        for module in decoder.modules():
-            if getattr(module, "has_relative_attention_bias", False):
-                self._bias_by_distance(module)
-            elif isinstance(module, nn.Embedding) and _takes(module, "position_ids"):
-                module.register_forward_pre_hook(self._with_positions, with_kwargs=True)
-
-    def encoded(self, token_ids: IntArray, lens: Sequence[int]) -> Tensor:
+    def _encoded(self, token_ids: IntArray, lens: Sequence[int]) -> Tensor:
         """The encoder's states [1, num_tokens, hidden_size] of inputs that are given one after another."""
         if not lens:
-            return torch.empty(1, 0, self._model.config.hidden_size, device=self._model.device)
-        inputs = np.split(token_ids, np.cumsum(lens)[:-1])
-        return torch.cat([self._encode(each) for each in inputs], dim=1)
-
-    def _encode(self, token_ids: IntArray) -> Tensor:
-        ids = to_device(token_ids, self._model.device)[None]
+            return torch.empty(1, 0, self.model.config.hidden_size, device=self.device)
+        encoder, inputs = self.model.get_encoder(), np.split(token_ids, np.cumsum(lens)[:-1])
         with attention.running(EncoderPass()):
-            states: Tensor = self._encoder(input_ids=ids).last_hidden_state
-        return states
+            ids = [to_device(each, self.device)[None] for each in inputs]
+            return torch.cat([encoder(input_ids=each).last_hidden_state for each in ids], dim=1)
 
-    def logits(
+    def _decoded(
         self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, states: Tensor
     ) -> Tensor:
         """A packed row of decoder tokens.
@@ -201,23 +184,19 @@ class _Halves:
         Returns:
             [num_tokens, vocab_size] in the model's dtype.
         """
-        with self._numbered(positions), attention.running(packed):
-            output = self._model(
-                encoder_outputs=(states,),
-                decoder_input_ids=token_ids[None],
-                past_key_values=_Known(token_ids.new_empty(1, 1, 0, 1)) if not states.shape[1] else None,
-                use_cache=False,
-            )
-        logits: Tensor = output.logits[0]
-        return logits
-
-    @contextmanager
-    def _numbered(self, positions: Tensor) -> Iterator[None]:
         self._positions = positions
         try:
-            yield
+            with attention.running(packed):
+                output = self.model(
+                    encoder_outputs=(states,),
+                    decoder_input_ids=token_ids[None],
+                    past_key_values=_Known(token_ids.new_empty(1, 1, 0, 1)) if not states.shape[1] else None,
+                    use_cache=False,
+                )
         finally:
             self._positions = None
+        logits: Tensor = output.logits[0]
+        return logits
 
     def _with_positions(self, _: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         if self._positions is None:
@@ -270,7 +249,3 @@ class _Same:
 
     def get(self, index: int) -> Any:
         return self._thing
-
-
-def _takes(module: nn.Module, name: str) -> bool:
-    return name in inspect.signature(module.forward).parameters

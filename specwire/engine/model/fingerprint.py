@@ -39,20 +39,15 @@ def adapter_fingerprint(directory: Path) -> str:
 
 def _fingerprint(config: Path, weights: Sequence[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(_config(config))
+    if config.is_file():
+        named: dict[str, Any] = json.loads(config.read_text())
+        kept = {name: value for name, value in named.items() if name not in _VOLATILE}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in weights:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         for block in _blocks(path):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _config(path: Path) -> bytes:
-    if not path.is_file():
-        return b""
-    config: dict[str, Any] = json.loads(path.read_text())
-    kept = {name: value for name, value in config.items() if name not in _VOLATILE}
-    return json.dumps(kept, sort_keys=True).encode()
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -236,10 +236,8 @@ def self_check(model: Any) -> None:
     attention.register()
     tokens = check_ids(model)
     reference = _own_logits(model, tokens).repeat(2, 1)
-    for size, replay in _check_modes(model):
-        runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
-        logits = _packed_logits(runner, tokens)
-        check_logits(model, logits, reference, cause=lambda: _cause(model, tokens))
+    for runner in _runners(model, len(tokens)):
+        check_logits(model, _packed_logits(runner, tokens), reference, cause=lambda: _cause(model, tokens))
 
 
 def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
@@ -272,8 +270,7 @@ def check_adapter(model: Any, number: int) -> None:
     tokens = check_ids(model)
     with lora.running(torch.full((len(tokens),), number, device=model.device)):
         reference = _own_logits(model, tokens).repeat(2, 1)
-    for size, replay in _check_modes(model):
-        runner = ModelRunner(model, num_pages=2 * (len(tokens) // size + 2), page_size=size, replay=replay)
+    for runner in _runners(model, len(tokens)):
         check_logits(model, _logits_beside(runner, tokens, number), reference)
 
 
@@ -322,11 +319,13 @@ def check_logits(
         )
 
 
-def _check_modes(model: Any) -> list[tuple[int, Replay | None]]:
-    """Page sizes, and whether steps are padded: on CUDA small and large pages use different kernels."""
-    if model.device.type != "cuda":
-        return [(4, None)]
-    return [(4, None), (256, None), (256, EagerReplay())]
+def _runners(model: Any, num_tokens: int) -> Iterator[ModelRunner]:
+    """Of two sequences. On CUDA small and large pages use different kernels, and steps may be padded."""
+    modes: list[tuple[int, Replay | None]] = [(4, None)]
+    if model.device.type == "cuda":
+        modes += [(256, None), (256, EagerReplay())]
+    for size, replay in modes:
+        yield ModelRunner(model, num_pages=2 * (num_tokens // size + 2), page_size=size, replay=replay)
 
 
 def check_ids(model: Any, least: int = _CHECK_TOKENS) -> list[int]:
@@ -355,13 +354,22 @@ def _packed_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
 @torch.inference_mode()
 def _own_logits(model: Any, tokens: list[int], **keywords: Any) -> Tensor:
     """The model's own eager forward without any cache, float32 [num_tokens, vocab_size]."""
-    model.set_attn_implementation("eager")
-    try:
+    with eager(model):
         ids = torch.tensor([tokens], device=model.device)
         logits: Tensor = model(input_ids=ids, use_cache=False, **keywords).logits[0].float()
-    finally:
-        model.set_attn_implementation(attention.ATTENTION_NAME)
     return logits
+
+
+@contextlib.contextmanager
+def eager(*models: Any) -> Iterator[None]:
+    """Passes in the body attend as transformers does."""
+    for each in models:
+        each.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for each in models:
+            each.set_attn_implementation(attention.ATTENTION_NAME)
 
 
 def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:

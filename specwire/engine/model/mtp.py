@@ -18,23 +18,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from specwire.engine.attention import paged as attention
-from specwire.engine.attention import views
 from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.model import loading
-from specwire.engine.model.drafter import NodeStates, NotingRunner, check_drafts, eager
+from specwire.engine.model.drafter import NodeStates, NotingRunner, check_drafts
 from specwire.engine.model.packing import pack_linears
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -82,7 +81,7 @@ def _reference(model: Any, mtp: MtpModel, tokens: Sequence[int]) -> Tensor:
     By eager passes of the model and of each layer over the whole text, without any cache.
     """
     num_layers = len(mtp.layers)
-    with eager(model, mtp):
+    with loading.eager(model, mtp):
         token_ids = torch.tensor([tokens], device=model.device)
         num_tokens = len(tokens) - num_layers
         states = model.get_decoder()(input_ids=token_ids[:, :num_tokens], use_cache=False)[0]
@@ -193,12 +192,7 @@ class MtpRunner(NotingRunner):
 class MtpBatch(PackedBatch):
     """A packed row whose segments skip the first keys, which kernels for page tables cannot."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-    ) -> Tensor:
-        layer = self.layers[module]
-        layer.write(self.slots, key, value)
-        return views.view_attention(self._plan(layer, query, scoring), layer, query, scoring)
+    uses_tables: ClassVar = False
 
 
 def without_first(batch: Batch, num_first: int) -> tuple[npt.NDArray[np.bool_], Segments]:

@@ -9,6 +9,7 @@ freezes a model for inference. What bfloat16 products come to is the same, bit f
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ def pack_linears(model: nn.Module, *, keeps_none: bool = False) -> int:
     Returns:
         The number of packed layers.
     """
-    users = Counter(id(parameter) for parameter in _all_parameters(model))
+    each_own = (module.parameters(recurse=False) for module in model.modules())
+    users = Counter(map(id, chain.from_iterable(each_own)))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     # Some have no weight yet: compressed-tensors makes it in the first pass.
     chosen = [each for each in linears if hasattr(each, "weight") and _fits(each.weight)]
@@ -48,11 +50,6 @@ def pack_linears(model: nn.Module, *, keeps_none: bool = False) -> int:
         else:
             _pack(linear, is_shared=users[id(linear.weight)] > 1)
     return len(chosen)
-
-
-def _all_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of each module; shared ones occur once for each module."""
-    return [p for module in model.modules() for p in module.parameters(recurse=False)]
 
 
 def _fits(weight: Tensor) -> bool:

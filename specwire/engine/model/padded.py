@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specwire.engine.attention import dense, varlen
+from specwire.engine.attention import dense
 from specwire.engine.attention.varlen import BlockTables
 from specwire.engine.batch import Batch, Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
@@ -88,11 +88,10 @@ class Buckets:
         has_adapters = row.adapters is not None
         if self.batch_invariant:
             return self.invariant._replace(has_adapters=has_adapters)
-        segments = Segments.of(row.segments)
-        max_query = segments.max_query
+        segments = row.segments
         num_tokens = _at_least(TOKEN_SIZES, len(row.token_ids))
         num_segments = _at_least(SEGMENT_SIZES, len(segments))
-        query_size = _at_least(QUERY_SIZES, max_query)
+        query_size = _at_least(QUERY_SIZES, segments.max_query)
         if num_tokens is None or num_tokens > self.max_tokens or num_segments is None or query_size is None:
             return None
         most_pages, has_trees = max(map(len, segments.tables)), bool(segments.trees)
@@ -100,7 +99,7 @@ class Buckets:
         has_few_rows = len(row.rows) <= _FEW_ROWS < num_tokens
         sizes = num_tokens, num_segments, min(query_size, num_tokens), num_pages
         bucket = Bucket(*sizes, has_trees, has_few_rows, has_adapters, self.has_previous)
-        return bucket if self._allows(bucket) else None
+        return bucket if self.allows(bucket) else None
 
     @property
     def invariant(self) -> Bucket:
@@ -120,13 +119,10 @@ class Buckets:
                 query_size = min(num_tokens, _at_least(QUERY_SIZES, num_tokens) or num_tokens)
                 bucket = Bucket(num_tokens, 1, query_size, num_pages, has_previous=self.has_previous)
                 found.append(bucket._replace(has_few_rows=num_tokens > _FEW_ROWS))
-        return [bucket for bucket in found if self._allows(bucket)]
+        return [bucket for bucket in found if self.allows(bucket)]
 
-    def allows_invariance(self) -> bool:
-        """Whether the invariant bucket is small enough for attention that copies keys."""
-        return self._allows(self.invariant)
-
-    def _allows(self, bucket: Bucket) -> bool:
+    def allows(self, bucket: Bucket) -> bool:
+        """Whether it is small enough, where attention copies keys."""
         max_keys = bucket.num_pages * self.page_size
         gathers = self.gathers or bucket.has_trees
         return not gathers or dense.fits(bucket.num_segments, bucket.max_query, max_keys)
@@ -203,7 +199,7 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still read the block
         num_tokens = self._fill_tokens(row)
-        self._fill_segments(Segments.of(row.segments if row else ()), num_tokens)
+        self._fill_segments(row.segments if row else Segments.of(()), num_tokens)
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -251,8 +247,13 @@ class TabledBatch:
     inputs: StepInputs
     layers: dict[nn.Module, LayerCache]
     page_size: int
-    _varlen: varlen.VarlenStep | None = field(init=False, default=None)
-    _dense: dense.DenseStep | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        bucket, parts = self.inputs.bucket, self.inputs.on_device
+        max_keys = bucket.num_pages * self.page_size
+        lens = parts.query_offsets, parts.cache_lens
+        tables = BlockTables(*lens, parts.pages, bucket.max_query, max_keys)
+        self._attention = dense.TableAttention(tables, lambda: parts.positions, self.page_size, parts.words)
 
     @property
     def adapters(self) -> Tensor | None:
@@ -263,20 +264,6 @@ class TabledBatch:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         layer = self.layers[module]
-        parts = self.inputs.on_device
-        layer.write(parts.slots, key, value)
-        variant = None
-        if parts.words is None:  # the kernel knows chains only
-            variant = varlen.find_variant(layer, self.page_size, query.shape[1], scoring)
-        if variant is not None:
-            if self._varlen is None:
-                self._varlen = varlen.VarlenStep(self._tables(), self.page_size)
-            return self._varlen.attend(variant, layer, query, scoring)
-        if self._dense is None:
-            self._dense = dense.DenseStep(self._tables(), parts.positions, self.page_size, parts.words)
-        return self._dense.attend(layer, query, scoring)
-
-    def _tables(self) -> BlockTables:
-        bucket, parts = self.inputs.bucket, self.inputs.on_device
-        max_keys = bucket.num_pages * self.page_size
-        return BlockTables(parts.query_offsets, parts.cache_lens, parts.pages, bucket.max_query, max_keys)
+        layer.write(self.inputs.on_device.slots, key, value)
+        variant = self._attention.variant(layer, query, scoring)
+        return self._attention.attend(variant, layer, query, scoring)

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from specwire.engine.cache.kv_cache import SequenceCache
@@ -52,7 +52,11 @@ def wrap(model: Any) -> int:
     Raises:
         ModelLoadError: one takes or returns something else than a layer's states.
     """
-    found = [module for module in model.modules() if _is_recurrent(type(module))]
+    found = []
+    for module in model.modules():
+        functions = filter(inspect.isfunction, vars(type(module)).values())
+        if any(_UPDATES & {*inspect.unwrap(each).__code__.co_names} for each in functions):
+            found.append(module)
     if not found:
         return 0
     size = 8, 2, model.config.get_text_config(decoder=True).hidden_size
@@ -72,11 +76,6 @@ def cache_name(forward: Callable[..., Any]) -> str:
     """The keyword by which the forward of a model, or of a layer, takes a cache."""
     taken = inspect.signature(forward).parameters
     return next(name for name in _CACHE_NAMES if name in taken)
-
-
-def _is_recurrent(kind: type[nn.Module]) -> bool:
-    functions = filter(inspect.isfunction, vars(kind).values())
-    return any(_UPDATES & {*inspect.unwrap(function).__code__.co_names} for function in functions)
 
 
 def _drops_state(own: Callable[..., Tensor], layer: int, hidden: Tensor) -> bool:
@@ -171,17 +170,15 @@ class Recurrence(Cache):  # type: ignore[misc]
             before = [self._states[piece.sequence][piece.start].get(layer) for piece in pieces]
             self.layers[layer] = LinearAttentionLayer() if before[0] is None else _joined(before)
             length = 1 if by_token and before[0] is not None else rows.shape[1]
-            parts = [self._part(own, hidden, some) for some in torch.split(rows, length, 1)]
+            parts = []
+            for some in torch.split(rows, length, 1):  # [batch, num_tokens], with their adapters
+                with lora.running(None if self._adapters is None else self._adapters[some.flatten()]):
+                    parts.append(own(hidden[0, some]))
             output[0, rows] = torch.cat(parts, 1)
             for i, piece in enumerate(pieces):
                 after = self._states[piece.sequence].setdefault(piece.end, {})
                 after[layer] = _one_of(self.layers[layer], i)
         return output
-
-    def _part(self, own: Callable[[Tensor], Tensor], hidden: Tensor, rows: Tensor) -> Tensor:
-        """A layer on the tokens in some rows of the packed row, [batch, num_tokens], with their adapters."""
-        with lora.running(None if self._adapters is None else self._adapters[rows.flatten()]):
-            return own(hidden[0, rows])
 
     def keep(self) -> None:
         """Hand the states to their sequences: after the pass, and the last two after committed tokens only.

@@ -25,7 +25,7 @@ from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.attention.probe import RECURRENT_TYPES, Probe
 from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.device import Decide, DraftQuery, DraftShape
+from specwire.engine.device import Decide, DraftQuery, DraftShape, Runner
 from specwire.engine.layers.blocks import Blocks
 from specwire.engine.model import lora, recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
@@ -56,7 +56,7 @@ _REPLAY_TOLERANCE = 0.1
 """In half precision, kernels for different sizes round differently; a defect differs by about 1."""
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A model with a paged KV cache.
 
     Args:
@@ -124,7 +124,6 @@ class ModelRunner:
             num_pages = num_pages(self.kv_bytes_per_token * page_size, self.state_bytes)
         self.pool = PagePool(num_pages, page_size)
         self.pool.keeps_states = self._num_recurrent > 0
-        self.on_loss: Callable[[], None] = lambda: None  # never called
         self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
         self._packer = Packer(
             self.pool, self.num_embeddings, self.context_len, batch_invariant=batch_invariant
@@ -156,7 +155,7 @@ class ModelRunner:
             batch_invariant=batch_invariant,
             has_previous=self._has_previous,
         )
-        if batch_invariant and not buckets.allows_invariance():
+        if batch_invariant and not buckets.allows(buckets.invariant):
             raise ModelLoadError(
                 f"--batch-invariant with a context of {most_tokens} tokens needs paged attention, which this "
                 f"torch does not have on {self.device}; lower --num-kv-tokens"
@@ -173,7 +172,15 @@ class ModelRunner:
         if self._compiles:
             self._compile()
         if self._padded is not None:
-            self._warm_padded()
+            self._padded.warm()
+            tokens = self._tried_tokens()
+            with self.new_sequence() as cache:
+                replayed = self.forward([Feed(cache, tokens, len(tokens))])
+            error = relative_error(replayed, self._trial()[1:])
+            if not error <= _REPLAY_TOLERANCE:
+                what = "replayed steps differ by %.2g of the logits' spread: they are not replayed"
+                log.warning(what, error)
+                self.stop_replaying()
         if self._batch_invariant and not self._is_invariant():
             raise ModelLoadError(
                 "--batch-invariant: a token's logits depend on the tokens beside it, whatever the passes' "
@@ -202,8 +209,7 @@ class ModelRunner:
 
     def _trial(self) -> Tensor:
         """Logits of some tokens, as they are without replay: of one alone, and of some at once."""
-        tokens = np.linspace(0, self.num_embeddings - 1, self._num_tried).astype(np.int64)
-        found = []
+        found, tokens = [], self._tried_tokens()
         with self.new_sequence() as cache:
             for some in (tokens[:1], tokens):
                 cache.truncate(0)
@@ -211,17 +217,9 @@ class ModelRunner:
                     found.append(self._run_packed(batch).float())
         return torch.cat(found)[:, : self.vocab_size]
 
-    @property
-    def _num_tried(self) -> int:
-        return min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
-
-    def _warm_padded(self) -> None:
-        assert self._padded is not None
-        self._padded.warm()
-        error = self._replay_error()
-        if not error <= _REPLAY_TOLERANCE:
-            log.warning("replayed steps differ by %.2g of the logits' spread: they are not replayed", error)
-            self.stop_replaying()
+    def _tried_tokens(self) -> IntArray:
+        num = min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
+        return np.linspace(0, self.num_embeddings - 1, num).astype(np.int64)
 
     def _is_invariant(self) -> bool:
         """Whether tokens have bitwise the same logits in one pass, in chunks, and beside other tokens."""
@@ -257,13 +255,6 @@ class ModelRunner:
         for steps in (self._padded, *self._padded_without.values()):
             if steps is not None:
                 steps.stop_replaying()
-
-    def _replay_error(self) -> float:
-        """Error of a replayed step's logits, relative to the same step run eagerly."""
-        tokens = np.linspace(0, self.num_embeddings - 1, self._num_tried).astype(np.int64)
-        with self.new_sequence() as cache:
-            replayed = self.forward([Feed(cache, tokens, len(tokens))])
-        return relative_error(replayed, self._trial()[1:])
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
@@ -305,22 +296,6 @@ class ModelRunner:
     def num_graphs(self) -> int:
         """Number of captured step sizes."""
         return self._padded.num_recorded if self._padded is not None else 0
-
-    def new_sequence(self) -> SequenceCache:
-        """An empty sequence of this runner's cache; the caller releases it."""
-        return self.pool.new_sequence()
-
-    def end_step(self) -> None:
-        """Nothing to wait for: the answer on the host implies that the device has finished."""
-
-    def check(self) -> None:
-        """The device is never lost without this process."""
-
-    def recover(self, is_wanted: Callable[[], bool]) -> None:
-        """Nothing to do, see `check`."""
-
-    def close(self) -> None:
-        """Nothing to do: memory is freed with the object."""
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
@@ -431,7 +406,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
-        """See `DraftingRunner`."""
+        """One pass of the draft: the answer, of float32 logits [num_nodes, the target's vocabulary], which
+        are -inf for tokens that are never drafted.
+
+        Args:
+            feeds: what it appends to caches, for the caller to drop again; none where nothing is.
+
+        Raises:
+            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths that
+                they had before.
+        """
         if not feeds:
             return decide(question, self.draft(None, query))
         with self._packer.packed(feeds) as batch:
@@ -445,7 +429,11 @@ class ModelRunner:
     def compute(self, batch: Batch) -> Tensor:
         """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size], and the states."""
         self._copy(batch)
-        return self._run_invariant(batch) if self._batch_invariant else self._run(batch)
+        if not self._batch_invariant:
+            return self._run(batch)
+        if self._padded is not None:  # in passes of one size
+            return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
+        return torch.cat([self._run_tokenwise(part) for part in batch.split(TOKENWISE_TOKENS)])
 
     def _copy(self, batch: Batch) -> None:
         """What is to be copied before the pass writes, in all layers."""
@@ -454,12 +442,6 @@ class ModelRunner:
             for layer in self._layers.values():
                 layer.copy(src, dst)
 
-    def _run_invariant(self, batch: Batch) -> Tensor:
-        """Run the batch in passes of one size."""
-        if self._padded is not None:
-            return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
-        return torch.cat([self._run_tokenwise(part) for part in batch.split(TOKENWISE_TOKENS)])
-
     def _run_tokenwise(self, batch: Batch) -> Tensor:
         """On a CPU: one pass of `TOKENWISE_TOKENS` tokens, each attended in a call of its own."""
         scratch_slot = self.pool.num_pages * self.pool.page_size
@@ -467,11 +449,11 @@ class ModelRunner:
         packed = TokenwiseBatch(slots, batch.segments, self._layers)
         if batch.adapters is not None:
             packed.adapters = to_device(_padded_to_size(batch.adapters, 0), self.device)
-        rows = to_device(_padded_to_size(batch.rows, 0), self.device)
-        token_ids, positions = (_padded_to_size(part, 0) for part in (batch.token_ids, batch.positions))
-        logits = self._logits(
-            to_device(token_ids, self.device), to_device(positions, self.device), packed, rows
+        token_ids, positions, rows = (
+            to_device(_padded_to_size(part, 0), self.device)
+            for part in (batch.token_ids, batch.positions, batch.rows)
         )
+        logits = self._logits(token_ids, positions, packed, rows)
         return logits[: len(batch.rows)].float()
 
     def _run(self, batch: Batch) -> Tensor:
