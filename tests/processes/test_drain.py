@@ -39,18 +39,6 @@ GRACE_S = 60.0
 
 
 class TestDrain:
-    async def test_waits_for_those_that_are_in(self) -> None:
-        drain = Drain()
-        with drain.request():
-            drain.close()
-            assert drain.num_running == 1
-            assert not await drain.idle(0.0)
-            waiting = asyncio.create_task(drain.idle(30.0))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-        assert await waiting
-        assert await drain.idle(0.0)
-
     async def test_admits_no_call_when_closed(self) -> None:
         drain = Drain()
         drain.close()

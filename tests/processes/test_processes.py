@@ -86,18 +86,6 @@ class TestUp:
             assert done.speculation.draft_unavailable == ""
             assert client.get_model_info()[0].dtype == "float32"
 
-    def test_the_draft_is_killed_and_decoding_goes_on(self, up: Command, address: str) -> None:
-        params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
-        with Client(address) as client:
-            undisturbed = client.generate(PROMPT, params)
-        reading = Reading(address, params)
-        up.services["draft_service"].kill()
-        done = reading.result()
-        assert done.token_ids == undisturbed.token_ids
-        assert done.speculation.draft_unavailable != ""
-        wait_until(lambda: "draft service ended with status -9; it starts again in 0.5 s" in up.errors(), 10)
-        assert up.process.poll() is None
-
     def test_sigterm_lets_a_generation_finish_and_leaves_nothing(self, up: Command, address: str) -> None:
         params = SamplingParams(max_tokens=300, ignore_eos=True, num_draft_tokens=0)
         reading = Reading(address, params)

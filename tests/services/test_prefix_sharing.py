@@ -66,24 +66,10 @@ def test_logits_after_any_shared_history_equal_those_from_scratch(num_pages: int
             stream.committed += phrases[rng.integers(len(phrases))][:2]
         return stream.job(phrases[rng.integers(len(phrases))][: rng.integers(0, 8)])
 
-    streams = [opened() for _ in range(4)]
-    for _ in range(150):
-        chosen = sorted(rng.choice(len(streams), 2, replace=False).tolist())
-        for i in chosen:
-            if rng.random() < 0.15 or len(streams[i].committed) > 60:
-                made.engine.close_sequence(streams[i].sequence)
-                streams[i] = opened()
-        jobs = [job(streams[i]) for i in chosen]
-        made.verify_all(jobs)
-        for i, done in zip(chosen, jobs, strict=True):
-            streams[i].commit(rng, done)
-        made.settle()
+    made.run_history(rng, 150, [opened() for _ in range(4)], opened, job, replaced=0.15, max_len=60)
     status = made.engine.status()
     assert status.num_hit_tokens > 300
     assert (status.num_preemptions > 0) == (num_pages == 26)
-    for stream in streams:
-        made.engine.close_sequence(stream.sequence)
-    made.settle()
     assert made.runner.pool.num_held_pages == 0
     assert made.runner.pool.num_free_pages == num_pages
     made.close()

@@ -75,6 +75,33 @@ class LogitsEngine:
         done.get(timeout=10)
         check_integrity(self.runner.pool)
 
+    def run_history(
+        self,
+        rng: np.random.Generator,
+        num_steps: int,
+        streams: list[Stream],
+        opened: Callable[[], Stream],
+        job: Callable[[Stream], VerifyJob],
+        *,
+        replaced: float,
+        max_len: int,
+    ) -> None:
+        """Steps of two streams, chosen at random; another one takes a stream's place by chance. All end."""
+        for _ in range(num_steps):
+            chosen = sorted(rng.choice(len(streams), 2, replace=False).tolist())
+            for i in chosen:
+                if rng.random() < replaced or len(streams[i].committed) > max_len:
+                    self.engine.close_sequence(streams[i].sequence)
+                    streams[i] = opened()
+            jobs = [job(streams[i]) for i in chosen]
+            self.verify_all(jobs)
+            for i, done in zip(chosen, jobs, strict=True):
+                streams[i].commit(rng, done)
+            self.settle()
+        for stream in streams:
+            self.engine.close_sequence(stream.sequence)
+        self.settle()
+
     def close(self) -> None:
         self.engine.close()
         self._thread.close()

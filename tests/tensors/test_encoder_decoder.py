@@ -217,23 +217,13 @@ def test_logits_after_any_history_equal_those_from_scratch(engine: LogitsEngine)
             stream.committed[num_read - 1] = int(rng.integers(3, 97))
         return stream.job([int(each) for each in rng.integers(3, 6, rng.integers(0, 8))])
 
-    streams = [opened(each) for each in inputs]
-    for _ in range(60):
-        chosen = sorted(rng.choice(len(streams), 2, replace=False).tolist())
-        for i in chosen:
-            if rng.random() < 0.2 or len(streams[i].committed) > 70:
-                engine.engine.close_sequence(streams[i].sequence)
-                streams[i] = opened(inputs[rng.integers(len(inputs))])
-        jobs = [job(streams[i]) for i in chosen]
-        engine.verify_all(jobs)
-        for i, done in zip(chosen, jobs, strict=True):
-            streams[i].commit(rng, done)
+    def another() -> Stream:
+        return opened(inputs[rng.integers(len(inputs))])
+
+    engine.run_history(rng, 60, [opened(each) for each in inputs], another, job, replaced=0.2, max_len=70)
     status = engine.engine.status()
     assert status.num_hit_tokens > 50
     assert (status.num_preemptions > 0) == (num_pages == 24)
-    for stream in streams:
-        engine.engine.close_sequence(stream.sequence)
-    engine.settle()
     assert_idle(engine.runner)
 
 

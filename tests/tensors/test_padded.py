@@ -195,18 +195,24 @@ def _rows_by_chunks(runner: ModelRunner, tokens: list[int], sizes: list[int], co
     return torch.cat(rows)
 
 
+def _check_any_company(runner: ModelRunner, family: str, sizes: list[int], company: int) -> None:
+    """In one piece, in small ones, and in pieces of these sizes beside so many others."""
+    rng, dtype, num_tokens = random.Random(0), runner.model.dtype, sum(sizes)
+    tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+    alone = _rows_by_chunks(runner, tokens, [num_tokens], company=0)
+    small = [20, *[1] * 10, *[6] * ((num_tokens - 30) // 6)]
+    assert torch.equal(_rows_by_chunks(runner, tokens, small, company=0), alone)
+    assert torch.equal(_rows_by_chunks(runner, tokens, sizes, company), alone)
+    reference = _rows_by_chunks(_runner(family, None, dtype=dtype), tokens, [num_tokens], company=0)
+    loose = 2e-5 if dtype == torch.float32 else 0.2
+    torch.testing.assert_close(alone, reference, rtol=loose, atol=loose)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariant_rows_are_bitwise_the_same_in_any_company(dtype: torch.dtype) -> None:
     runner = _runner("llama", EagerReplay(), batch_invariant=True, dtype=dtype, num_pages=400)
-    rng = random.Random(0)
-    tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(90)]
-    alone = _rows_by_chunks(runner, tokens, [90], company=0)
-    assert torch.equal(_rows_by_chunks(runner, tokens, [20, *[1] * 10, *[6] * 10], company=0), alone)
-    assert torch.equal(_rows_by_chunks(runner, tokens, [3, 70, 7, 1, 9], company=12), alone)
-    reference = _rows_by_chunks(_runner("llama", None, dtype=dtype), tokens, [90], company=0)
-    loose = 2e-5 if dtype == torch.float32 else 0.2
-    torch.testing.assert_close(alone, reference, rtol=loose, atol=loose)
+    _check_any_company(runner, "llama", [3, 70, 7, 1, 9], company=12)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3"])
@@ -215,14 +221,7 @@ def test_on_a_cpu_rows_are_bitwise_the_same_in_any_company(family: str, dtype: t
     """Sequences grow side by side, so that their caches lie in many runs."""
     runner = _runner(family, None, batch_invariant=True, dtype=dtype, num_pages=400)
     runner.warm()
-    rng = random.Random(0)
-    tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(60)]
-    alone = _rows_by_chunks(runner, tokens, [60], company=0)
-    assert torch.equal(_rows_by_chunks(runner, tokens, [20, *[1] * 10, *[6] * 5], company=0), alone)
-    assert torch.equal(_rows_by_chunks(runner, tokens, [3, 40, 7, 1, 9], company=5), alone)
-    loose = 2e-5 if dtype == torch.float32 else 0.2
-    reference = _rows_by_chunks(_runner(family, None, dtype=dtype), tokens, [60], company=0)
-    torch.testing.assert_close(alone, reference, rtol=loose, atol=loose)
+    _check_any_company(runner, family, [3, 40, 7, 1, 9], company=5)
 
 
 def test_batch_invariance_that_is_none_is_refused() -> None:

@@ -37,26 +37,25 @@ class TestSearch:
         policy = RetryPolicy(pause_s=1.0)
         return Search(policy, num, 0, refusal, until_s=until_s, full_until_s=full_until_s)
 
-    def test_the_others_first_then_all_with_pauses_that_double(self) -> None:
-        search = self.search(3, gone(), until_s=100.0)
+    @staticmethod
+    def turns(search: Search, num: int) -> list[tuple[int, float]]:
+        """Each one is refused."""
         turns = []
-        for _ in range(8):
+        for _ in range(num):
             turn = search.next(now_s=0.0)
             assert turn is not None
             search.refused(turn[0], gone())
             turns.append(turn)
-        assert turns == [(1, 0), (2, 0), (1, 1.0), (2, 0), (0, 0), (1, 2.0), (2, 0), (0, 0)]
+        return turns
+
+    def test_the_others_first_then_all_with_pauses_that_double(self) -> None:
+        search = self.search(3, gone(), until_s=100.0)
+        assert self.turns(search, 8) == [(1, 0), (2, 0), (1, 1.0), (2, 0), (0, 0), (1, 2.0), (2, 0), (0, 0)]
 
     def test_an_idle_stream_goes_on_where_it_was_and_at_once(self) -> None:
         idle = NotServedError(StreamIdleError("no token was taken"), may_recover=True)
         search = self.search(3, idle, until_s=100.0)
-        turns = []
-        for _ in range(4):
-            turn = search.next(now_s=0.0)
-            assert turn is not None
-            search.refused(turn[0], gone())
-            turns.append(turn)
-        assert turns == [(0, 0), (1, 0), (2, 0), (0, 1.0)]
+        assert self.turns(search, 4) == [(0, 0), (1, 0), (2, 0), (0, 1.0)]
 
     def test_pauses_are_bounded(self) -> None:
         search = self.search(1, gone(), until_s=1e9)

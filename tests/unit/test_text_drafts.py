@@ -91,16 +91,19 @@ def round_of(proposal: Proposal, num_accepted: int, next_token: int, *, load: Lo
 
 
 class TestWhatIsFound:
-    def test_the_longest_match_wins_over_a_later_one(self) -> None:
-        text = [1, 2, 3, 10, 11, 12, 13, 2, 3, 20, 21, 22, 23, 1, 2, 3]
-        assert proposed(drafter(), text) == [10, 11, 12, 13]
-
-    def test_the_latest_of_equal_matches_wins(self) -> None:
-        text = [9, 2, 3, 10, 11, 8, 2, 3, 20, 21, 22, 7, 2, 3]
-        assert proposed(drafter(), text) == [20, 21, 22, 7]
-
-    def test_a_match_may_begin_the_sequence(self) -> None:
-        assert proposed(drafter(), [2, 3, 10, 11, 12, 2, 3]) == [10, 11, 12, 2]
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ([1, 2, 3, 10, 11, 12, 13, 2, 3, 20, 21, 22, 23, 1, 2, 3], [10, 11, 12, 13]),
+            ([9, 2, 3, 10, 11, 8, 2, 3, 20, 21, 22, 7, 2, 3], [20, 21, 22, 7]),
+            ([2, 3, 10, 11, 12, 2, 3], [10, 11, 12, 2]),
+            ([9, 1, 2, 1, 2], [1, 2, 1, 2]),
+            ([7, 7, 7, 7], [7, 7, 7, 7]),
+        ],
+        ids=("the longest, not a later one", "the latest of equal ones", "at the start", "a pair", "a token"),
+    )
+    def test_what_follows_a_match(self, text: list[int], found: list[int]) -> None:
+        assert proposed(drafter(), text) == found
 
     @pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4], [5, 1, 2, 3, 6, 1]])
     def test_nothing_shorter_than_the_least_length(self, text: list[int]) -> None:
@@ -109,10 +112,6 @@ class TestWhatIsFound:
     def test_one_token_where_the_least_length_is_one(self) -> None:
         one = drafter(Occurrences(SpeculativeConfig(prompt_lookup_min=1)), is_fixed=True)
         assert proposed(one, [5, 1, 2, 3, 6, 1]) == [2, 3, 6, 1]
-
-    def test_a_repetition_goes_on(self) -> None:
-        assert proposed(drafter(), [9, 1, 2, 1, 2]) == [1, 2, 1, 2]
-        assert proposed(drafter(), [7, 7, 7, 7]) == [7, 7, 7, 7]
 
     def test_as_by_a_plain_search_while_the_text_grows(self) -> None:
         """Against a search over all n-grams, through growth, with few and with many different tokens."""

@@ -266,23 +266,6 @@ class TestProposals:
         sizes = {proposals.to_proto([each], support_len=8).ByteSize() for each in (CHAIN, certain)}
         assert len(sizes) == 1
 
-    def test_refusals(self) -> None:
-        late = proposals.to_proto([TREE], 1)
-        late.parent_indices = b"\x01\xff"
-        with pytest.raises(InvalidRequestError, match=r"parent_indices\[0\]"):
-            received_proposals(late, 1)
-        judged = proposals.to_proto([CHAIN], 2)
-        judged.parent_indices = b"\xff\xff"
-        with pytest.raises(InvalidRequestError, match="must be 0 for a tree"):
-            received_proposals(judged, 1)
-        for name, value in (("support_lens", b"12"), ("support_probs", bytes(4)), ("support_token_ids", b"")):
-            wrong = proposals.to_proto([CHAIN], 2)
-            setattr(wrong, name, value)
-            with pytest.raises(InvalidRequestError, match="must have"):
-                received_proposals(wrong, 1)
-        with pytest.raises(InvalidRequestError, match="num_tokens=1: must have 2 entries"):
-            received_proposals(judged, 2)
-
 
 class TestModelServices:
     """All that a message carries, both ways."""
