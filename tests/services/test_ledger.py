@@ -245,7 +245,6 @@ def test_a_draft_that_is_cut_off_and_one_that_hangs() -> None:
         spans = receiver.wait_for(lambda spans: sum(span.name == "generate" for span in spans) >= 3)
     _, hung, _cut = (span for span in spans if span.name == "generate")
     found = stages(hung)
-    assert max((Stage.FAILOVER, Stage.DRAFT), key=lambda stage: found[stage]) in (Stage.FAILOVER, Stage.DRAFT)
     assert found[Stage.FAILOVER] + found[Stage.DRAFT] > 150, found
     calls = [span.attributes for span in spans if span.name == "draft"]
     late = [call.get("specwire.outcome") == "timed_out" for call in calls]
