@@ -44,9 +44,8 @@ def unpack(packed: npt.NDArray[np.uint8], like: Sequence[Tensor]) -> list[npt.ND
     start = 0
     for i in _by_width(like):
         end = start + like[i].nbytes
-        arrays[i] = (
-            packed[start:end].view(torch.empty(0, dtype=like[i].dtype).numpy().dtype).reshape(like[i].shape)
-        )
+        dtype = torch.empty(0, dtype=like[i].dtype).numpy().dtype
+        arrays[i] = packed[start:end].view(dtype).reshape(like[i].shape)
         start = end
     return [arrays[i] for i in range(len(like))]
 
