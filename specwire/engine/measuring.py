@@ -106,7 +106,7 @@ def _measured(runner: Runner) -> Iterator[tuple[int, int, int]]:
 
 def _pass(runner: Runner, token_ids: IntArray, caches: list[SequenceCache]) -> None:
     feeds = [Feed(cache, token_ids, len(token_ids)) for cache in caches]
-    runner.run(feeds, None, lambda *_: None)  # passes whose rows nobody wants decide nothing
+    runner.run(feeds, None, _nothing)
     runner.end_step()
 
 
@@ -124,3 +124,7 @@ def _shortest_ns(runner: Runner, num_sequences: int, run: Callable[[list[Sequenc
         for cache in caches:
             cache.release()
     return max(1, min(times_ns))
+
+
+def _nothing(question: object, logits: object) -> None:
+    """What is decided about rows that nobody wants: a function of a module, because ranks get it pickled."""
