@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from specwire.engine.group import control
+from specwire.engine.measuring import measure
+from specwire.engine.model.runner import ModelRunner
+from tests.support.tiny_models import model_of
 
 HOST = "127.0.0.1"
 
@@ -79,3 +84,15 @@ def test_waiting_ends_with_its_time_and_with_the_group(lines: control.DriverConn
     with pytest.raises(ConnectionError):
         lines.accept(2, 30.0, 5.0)
     ending.join()
+
+
+def test_what_a_measurement_has_ranks_do_can_be_sent_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which goes to them pickled, and a function inside of another one cannot."""
+    runner, sent = ModelRunner(model_of("llama"), num_pages=512, page_size=4), []
+
+    def run(feeds: Any, *question_and_function: Any) -> None:
+        sent.append(pickle.dumps(question_and_function))
+
+    monkeypatch.setattr(runner, "run", run)
+    measure(runner)
+    assert sent
