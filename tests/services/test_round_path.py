@@ -42,7 +42,7 @@ def calls() -> Iterator[Calls]:
     before = threading.getprofile()
     threading.setprofile(note)
     yield found
-    threading.setprofile(before)  # type: ignore[arg-type]
+    threading.setprofile(before)
 
 
 def counted(stack: LocalStack, calls: Calls, num_tokens: int) -> tuple[int, Calls]:
