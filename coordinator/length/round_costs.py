@@ -29,8 +29,6 @@ first. About five requests."""
 _FIRST_HIT_RATE, _FIRST_HIT_ROUNDS = 0.8, 4
 """Hit rate before any is measured, and its weight in rounds: 0.86 was measured for the embedded pair under
 Gumbel coupling. From 0, a draft 20 ms away never came to be waited for."""
-_OUTLIER_RATIO = 4
-"""A verify request that takes so many times its modelled time (a prompt, lost memory) is not averaged."""
 _TREE_WIDTH = 8
 """Nodes that a pass of a draft runs of a tree, at most."""
 _FIRST_PROPOSALS = 3
@@ -159,10 +157,6 @@ class RoundCosts:
         self._load = cost.load
         self.num_sequences += _RATE * (cost.load.num_sequences - self.num_sequences)
         pass_ns = max(1.0, self._pass_ns(way, num_steps, self.num_sequences))
-        draft_ns = self.proposal_ns(way, num_steps) if self.is_drafted_by_target else 0.0  # in forward_ns
-        usual_ns = pass_ns * (1 + self._queue_share) + draft_ns
-        if cost.queue_ns + cost.forward_ns > _OUTLIER_RATIO * usual_ns:
-            return
         self._queue_share += _RATE * (cost.queue_ns / pass_ns - self._queue_share)
         is_asked, goes_on = cost.outcome is CallOutcome.ASKED, self._goes_on(num_steps)
         self._asked_share[goes_on] += (is_asked - self._asked_share[goes_on]) / _MANY_ROUNDS
