@@ -47,8 +47,8 @@ NUM_POSITIONS = 3
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(20)) * 1.1
 HOSTILE = -TARGET
 
-NUMS_FOR_A_RULE = [20_000, pytest.param(70_000, marks=pytest.mark.slow)]
-"""Generations per rule: 60,000 draws, and 210,000."""
+NUMS_FOR_A_RULE = [10_000, pytest.param(70_000, marks=pytest.mark.slow)]
+"""Generations per rule: 30,000 draws, and 210,000."""
 NUM_FOR_A_PARAMETER = 3_000
 """Generations per sampling parameter, and per negative control."""
 

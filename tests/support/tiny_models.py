@@ -14,7 +14,8 @@ import transformers
 from transformers import PreTrainedModel
 
 CONTEXT_LEN = 512
-WINDOW = 12
+WINDOW, CHUNK = 12, 16
+"""Tokens that a sliding window shows, and that Mamba 2 computes together: fewer are padded to as many."""
 VOCAB_SIZE = 97
 
 _SIZES = {
@@ -43,13 +44,14 @@ _MELLUM: dict[str, Any] = {
 }
 _MELLUM |= {"sliding_window": WINDOW, "num_mtp_layers": 1, "mtp_mlp_layer_types": ["dense"]}
 _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "tie_word_embeddings": False}
-_MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}
+_MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16, "mamba_chunk_size": CHUNK}
 _LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
 _LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
 _CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
 _NEMOTRON_H = _SIZES | {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]}
 _NEMOTRON_H |= {"num_hidden_layers": 4, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16}
 _NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+_NEMOTRON_H["chunk_size"] = CHUNK
 _KIMI: dict[str, Any] = _WITHOUT_GROUPS | {"num_key_value_heads": 4, "num_experts": 4, "v_head_dim": 8}
 _KIMI |= {"layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 16}
 _KIMI |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
@@ -105,7 +107,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5Moe",
         _SIZES | _EXPERTS | _LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     ),
-    "mamba2": ("Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1}),
+    "mamba2": ("Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": CHUNK}),
     "mamba": ("Mamba", _MAMBA),
     "falcon_mamba": ("FalconMamba", _MAMBA),
     "jamba": ("Jamba", _SIZES | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
