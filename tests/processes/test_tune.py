@@ -17,7 +17,7 @@ def test_it_measures_and_says_the_choice(tmp_path: Path, capsys: pytest.CaptureF
     """In the target's process, where the draft is by default: its choice is the one that is asked."""
     (tmp_path / "text").write_text(TEXT)
     picture = tmp_path / "choice.png"
-    flags = ["--streams", "64,1", "--measured-streams", "1", "--turns", "2", "--max-tokens", "24"]
+    flags = ["--streams", "64,1", "--measured-streams", "1", "--turns", "2", "--max-tokens", "8"]
     given = ["tune", "--text", str(tmp_path / "text"), "--picture", str(picture), "--temperature", "0"]
     assert cli.main([*given, *flags]) == 0
     costs, accepted, choices = capsys.readouterr().out.split("\n\n")
