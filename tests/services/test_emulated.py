@@ -34,6 +34,7 @@ def test_what_it_does_not_know_is_refused(source: str) -> None:
         EmulatedModel.parse(source)
 
 
+@pytest.mark.serial
 def test_a_pass_takes_the_time_that_was_set() -> None:
     params = SamplingParams(max_tokens=20, num_draft_tokens=0)
     with local_stack("emulated:step_ms=20") as stack:

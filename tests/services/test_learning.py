@@ -149,6 +149,7 @@ def settle(stack: LocalStack) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.serial
 def test_requests_do_not_wait_for_more_than_one_piece(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
