@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
 from specwire.core import Preparation, Proposal
@@ -23,22 +25,35 @@ MOST_TOKENS = 15
 
 @dataclass(frozen=True)
 class Method:
-    """One method.
+    """One method, which its descriptor describes.
 
     Attributes:
         service: role of the service that has it.
         conversations: requests of a call, each a list.
-        answer: type of what comes back.
         most_answers: after which the caller leaves.
     """
 
     service: str
-    path: str
-    is_stream: bool
+    descriptor: MethodDescriptor
     conversations: Sequence[Sequence[Message]]
-    answer: Any
-    answers_stream: bool = False
     most_answers: int = 1000
+
+    @property
+    def path(self) -> str:
+        return f"/{self.descriptor.containing_service.full_name}/{self.descriptor.name}"
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.descriptor.client_streaming)
+
+    @property
+    def answer(self) -> Any:
+        """Type of what comes back."""
+        return GetMessageClass(self.descriptor.output_type)
+
+    @property
+    def answers_stream(self) -> bool:
+        return bool(self.descriptor.server_streaming)
 
 
 GUMBEL = sampling(rule=common_pb2.RULE_GUMBEL)
@@ -102,81 +117,33 @@ _CHECK = [
     [health_pb2.HealthCheckRequest()],
     [health_pb2.HealthCheckRequest(service="specwire.v1.VerifyService")],
 ]
+_CONVERSATIONS: dict[str, Sequence[Sequence[Message]]] = {
+    "Generate": _GENERATE,
+    "Draft": [_draft(*pair) for pair in PAIRS],
+    "Verify": [_verify(*pair) for pair in PAIRS],
+    "Check": _CHECK,
+    "Watch": _CHECK,
+}
 
 
-def _unary(service: str, path: str, request: Message, answer: Any) -> Method:
-    return Method(service, path, False, [[request]], answer)
+def _method(service: str, descriptor: MethodDescriptor) -> Method:
+    """Of others than these, one request, from the middle of a tokenizer if it asks for one."""
+    request = GetMessageClass(descriptor.input_type)
+    offset = {"offset": 7} if descriptor.name == "GetTokenizer" else {}
+    said = _CONVERSATIONS.get(descriptor.name, [[request(**offset)]])
+    return Method(service, descriptor, said, 1 if descriptor.name == "Watch" else 1000)
 
 
-METHODS: Sequence[Method] = (
-    Method(
-        "coordinator",
-        "/specwire.v1.GenerationService/Generate",
-        True,
-        _GENERATE,
-        generation_pb2.GenerateResponse,
-        answers_stream=True,
-    ),
-    _unary(
-        "coordinator",
-        "/specwire.v1.GenerationService/GetModelInfo",
-        generation_pb2.GetModelInfoRequest(),
-        generation_pb2.GetModelInfoResponse,
-    ),
-    _unary(
-        "coordinator",
-        "/specwire.v1.GenerationService/GetTokenizer",
-        generation_pb2.GetTokenizerRequest(offset=7),
-        generation_pb2.GetTokenizerResponse,
-    ),
-    _unary(
-        "coordinator",
-        "/specwire.v1.GenerationService/GetStatus",
-        generation_pb2.GetStatusRequest(),
-        generation_pb2.GetStatusResponse,
-    ),
-    Method(
-        "draft",
-        "/specwire.v1.DraftService/Draft",
-        True,
-        [_draft(*pair) for pair in PAIRS],
-        draft_pb2.DraftResponse,
-        answers_stream=True,
-    ),
-    _unary(
-        "draft",
-        "/specwire.v1.DraftService/GetModelInfo",
-        draft_pb2.DraftServiceGetModelInfoRequest(),
-        draft_pb2.DraftServiceGetModelInfoResponse,
-    ),
-    Method(
-        "verify",
-        "/specwire.v1.VerifyService/Verify",
-        True,
-        [_verify(*pair) for pair in PAIRS],
-        verify_pb2.VerifyResponse,
-        answers_stream=True,
-    ),
-    _unary(
-        "verify",
-        "/specwire.v1.VerifyService/GetModelInfo",
-        verify_pb2.VerifyServiceGetModelInfoRequest(),
-        verify_pb2.VerifyServiceGetModelInfoResponse,
-    ),
-    _unary(
-        "verify",
-        "/specwire.v1.VerifyService/GetTokenizer",
-        verify_pb2.VerifyServiceGetTokenizerRequest(offset=7),
-        verify_pb2.VerifyServiceGetTokenizerResponse,
-    ),
-    Method("verify", "/grpc.health.v1.Health/Check", False, _CHECK, health_pb2.HealthCheckResponse),
-    Method(
-        "verify",
-        "/grpc.health.v1.Health/Watch",
-        False,
-        _CHECK,
-        health_pb2.HealthCheckResponse,
-        answers_stream=True,
-        most_answers=1,
-    ),
+_SERVED = (
+    ("coordinator", generation_pb2.DESCRIPTOR),
+    ("draft", draft_pb2.DESCRIPTOR),
+    ("verify", verify_pb2.DESCRIPTOR),
+    ("verify", health_pb2.DESCRIPTOR),
 )
+METHODS: Sequence[Method] = [
+    _method(role, method)
+    for role, file in _SERVED
+    for service in file.services_by_name.values()
+    for method in service.methods
+    if method.name != "List"  # of Health, which is not served
+]
