@@ -20,7 +20,7 @@ import torch
 import verify_service.paged
 from coordinator.servicer import GenerationServicer
 from specwire import Rule, SamplingParams
-from tests.support import eagle3, tiny_models
+from tests.support import eagle3, pairs, tiny_models
 from tests.support.blocks import save_block_drafter, save_markov_pair
 from tests.support.harness import LocalStack, float32_processes, local_stack, started_coordinators
 from tests.support.heads import save_heads
@@ -210,8 +210,7 @@ def save_markov(source: str, variant: str, directory: Path) -> Drafting:
             target, drafter = eagle3.save_markov_pair(directory, is_hostile=is_hostile)
             return Drafting(source, variant, target, str(drafter))
         case _:
-            target = tiny_models.save(markov_model(), directory / "target")
-            draft = tiny_models.save(markov_model(-1.0 if is_hostile else 0.6), directory / "draft")
+            target, draft = pairs.save_markov_pair(directory, -1.0 if is_hostile else 0.6)
             return Drafting(source, variant, target, str(draft))
 
 

@@ -26,11 +26,11 @@ from draft_service.scores import SharedScores
 from specwire import Client, Completion, Rule, SamplingParams, embedded
 from specwire.config.link import Link
 from specwire.rule.columns import Places
+from tests.support import pairs
 from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
+from tests.support.pairs import MARKOV_VOCAB_SIZE
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
-from tests.support.tiny_models import save
 from tests.support.together import sampled
 from tests.support.vocabularies import byte_level_backend, letters, save_tokenizer
 
@@ -43,10 +43,7 @@ NUM_STREAMS, LENGTH = 64, 50
 
 def save_markov_pair(directory: Path) -> tuple[Path, Path]:
     """A target and a draft whose next token depends on the last alone."""
-    target, draft = (
-        save(markov_model(), directory / "target"),
-        save(markov_model(0.6, 1), directory / "draft"),
-    )
+    target, draft = pairs.save_markov_pair(directory, 0.6, 1)
     assert len({*TARGET_LETTERS} & {*DRAFT_LETTERS}) == 10
     for tokens, model in ((TARGET_LETTERS, target), (DRAFT_LETTERS, draft)):
         save_tokenizer(letters(tokens), model)
