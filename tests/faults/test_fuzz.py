@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
@@ -22,7 +21,7 @@ from tests.support import report
 from tests.support.conversations import METHODS, MOST_TOKENS, Method
 from tests.support.effort import sized
 from tests.support.fixtures import entered
-from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.harness import LocalStack, is_serving, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.mutations import mutated_bytes, mutated_conversation
 
@@ -147,9 +146,7 @@ def address_of(stack: LocalStack, service: str) -> str:
 
 def assert_serving(stack: LocalStack) -> None:
     for service in ("coordinator", "draft", "verify"):
-        with grpc.insecure_channel(address_of(stack, service)) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
+        assert is_serving(address_of(stack, service)), service
 
 
 def defects(caplog: pytest.LogCaptureFixture) -> list[str]:

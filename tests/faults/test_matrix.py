@@ -32,9 +32,8 @@ from tests.support import report
 from tests.support.effort import CHAOS, sized
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.fleet import START_S, Fleet, stopped
-from tests.support.harness import LoopThread, StackProxy
+from tests.support.harness import LoopThread, StackProxy, is_serving
 from tests.support.readers import Load, Seen, run, run_http
-from tests.support.rigs import is_serving
 
 NUM_CLIENTS = 8
 LOAD = Load(NUM_CLIENTS, sized(2, 100), num_tokens=100)

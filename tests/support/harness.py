@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import coordinator.service
 import draft_service.service
@@ -113,6 +114,13 @@ def handshake(role: str, address: str) -> Any:
             return draft.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=10)
         verify = verify_pb2_grpc.VerifyServiceStub(channel)
         return verify.GetModelInfo(verify_pb2.VerifyServiceGetModelInfoRequest(), timeout=10)
+
+
+def is_serving(address: str) -> bool:
+    """What the service there says of its health."""
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class LocalStack:

@@ -8,13 +8,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from specwire import Client, Rule, SamplingParams, SpecwireError
 from specwire.config.link import Link
 from tests.support.faulty_proxy import FaultyProxy
-from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
+from tests.support.harness import LocalStack, LoopThread, StackProxy, is_serving, local_stack
 
 TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"
 PROMPT = (1, 2, 3)
@@ -94,13 +91,6 @@ def read(
         status = error.status
     now_s = time.monotonic()
     return Ending(tuple(token_ids), status, now_s - started_s, max(gap_s, now_s - last_s))
-
-
-def is_serving(address: str) -> bool:
-    """What the service there says of its health."""
-    with grpc.insecure_channel(address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @contextlib.contextmanager
