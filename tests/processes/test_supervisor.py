@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
@@ -17,12 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specwire import AsyncClient, Client, RetryPolicy, SamplingParams
+from specwire import Client, RetryPolicy, SamplingParams
 from specwire.cli.kept import KeptService
 from specwire.cli.process import Service
 from specwire.cli.supervisor import Stack
-from specwire.config.models import NO_DRAFT
-from specwire.config.stack import StackConfig, UpConfig
+from specwire.config.stack import StackConfig
 from specwire.errors import ServiceUnavailableError
 from tests.support.processes import wait_until
 
@@ -173,24 +171,6 @@ def test_what_has_served_for_long_begins_with_a_short_pause_again(
         kept.restart_if_due(now_s)  # it serves
     pauses = [message.split()[-2] for message in caplog.messages if "starts again" in message]
     assert pauses == ["0.5", "0.5", "0.5", "1"]
-
-
-@pytest.mark.slow
-def test_up_starts_replicas() -> None:
-    config = UpConfig(target="emulated:step_ms=5", draft=NO_DRAFT, replicas=2, address="127.0.0.1:0")
-    params = SamplingParams(max_tokens=20, seed=1)
-    with Stack(config) as stack:
-        assert len(stack.verifies) == 2
-        asyncio.run(served(stack, params, num_available=2))
-
-
-async def served(stack: Stack, params: SamplingParams, num_available: int) -> None:
-    async with AsyncClient(stack.address) as client:
-        done = await client.generate(params=params, prompt_token_ids=[1, 2, 3])
-        assert done.usage.completion_tokens == params.max_tokens
-        replicas = (await client.get_status()).verify_replicas
-        assert {one.address for one in replicas} == {one.address for one in stack.verifies}
-        assert sum(not one.unavailable for one in replicas) == num_available
 
 
 def test_drafts_from_the_text_need_the_target_alone() -> None:
