@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from specwire.engine.model import loading
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
 from tests.support import quantised
+from tests.support.fixtures import entered
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.ray_cluster import connected_cluster
+from tests.support.tiny_models import written_by_transformers
 from tests.support.together import generated
 from verify_service.verifier import VerifyDecider
 
@@ -53,10 +55,7 @@ CUDA = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with connected_cluster() as running:
-        yield running
+cluster = entered(connected_cluster)
 
 
 @pytest.mark.slow
@@ -69,7 +68,8 @@ def test_text_is_that_of_transformers_alone_and_on_two_ranks(
     save, package = METHODS[method]
     pytest.importorskip(package)
     target, draft = save(tmp_path / "target"), save_good_draft(tmp_path / "draft")
-    expected = _generate(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    expected = written_by_transformers(model, PROMPT, NUM_TOKENS)
     plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0, num_draft_tokens=0)
     drafted = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0, num_draft_tokens=4)
     for num_ranks in (1, 2):
@@ -80,17 +80,6 @@ def test_text_is_that_of_transformers_alone_and_on_two_ranks(
         assert [list(each.token_ids) for each in done] == [expected, expected]
         assert done[0].speculation.num_draft_tokens == 0
         assert 0 < done[1].speculation.num_accepted_tokens < done[1].speculation.num_draft_tokens
-
-
-def _generate(directory: Path) -> list[int]:
-    """Greedy text of transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    ids = torch.tensor([PROMPT])
-    with torch.inference_mode():
-        text = model.generate(
-            ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    return text[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.slow

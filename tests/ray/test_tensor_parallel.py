@@ -31,6 +31,7 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.proposals.tree import TokenTree
 from specwire.rule.captured import EagerReplay
 from tests.support import rank_memory, texts
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
@@ -57,10 +58,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with connected_cluster() as running:
-        yield running
+cluster = entered(connected_cluster)
 
 
 @pytest.fixture(scope="module")
