@@ -27,13 +27,8 @@ from tests.support.together import sampled
 
 NUM_STREAMS, LENGTH = 64, 50
 CASES = [
-    pytest.param({}, 1, id="plain", marks=pytest.mark.slow),
-    pytest.param(
-        {"temperature": 0.8, "top_p": 0.9, "logit_bias": {2: 1.5, 7: -2.0}},
-        1,
-        id="cold",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param({}, 1, id="plain"),
+    pytest.param({"temperature": 0.8, "top_p": 0.9, "logit_bias": {2: 1.5, 7: -2.0}}, 1, id="cold"),
     pytest.param(
         {"repetition_penalty": 1.6, "presence_penalty": 1.2, "frequency_penalty": 0.7, "max_tokens": 25},
         1,

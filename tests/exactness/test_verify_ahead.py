@@ -59,9 +59,7 @@ def of(rule: Rule) -> SamplingParams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", [Rule.REJECTION, Rule.BLOCK, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
 def test_the_distribution_is_the_targets(running: Running, logits: torch.Tensor, rule: Rule) -> None:
     tally = running.servicer.totals.tally
     num_begun, num_rounds = tally.num_begun, tally.num_rounds

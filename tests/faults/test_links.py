@@ -109,9 +109,7 @@ LOSSLESS = ("latency", "jitter", "bandwidth")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "reset" else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_on_each_link_in_each_direction(cases: list[Case], name: str) -> None:
     together(lambda case: try_out(case, name), cases)
 
