@@ -19,7 +19,7 @@ from specwire.cli import main as cli
 from specwire.completion import Stage
 from specwire.errors import ConfigError
 from tests.support.command_line import one_line_error, usage_error
-from tests.support.traces import MS, Trace, laid_out, saved, three_rounds
+from tests.support.traces import MS, Trace, exported, laid_out, saved, three_rounds
 from tools.timeline import layout, perfetto, picture
 from tools.timeline.generation import generations
 from tools.timeline.receiver import Receiver
@@ -287,32 +287,11 @@ class TestThroughRealServices:
         assert "used by round 1" in out.read_text()
 
 
-_FIELDS = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
-
-
 def _export(stub: Any, address: str, spans: list[RecordedSpan]) -> None:
     """The root first, and each of the others in a message of its own."""
     import grpc
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         for span in spans:
-            request = ExportTraceServiceRequest()
-            made = (
-                request.resource_spans.add()
-                .scope_spans.add()
-                .spans.add(
-                    name=span.name,
-                    trace_id=bytes.fromhex(span.trace_id),
-                    span_id=bytes.fromhex(span.span_id),
-                    parent_span_id=bytes.fromhex(span.parent_id),
-                    start_time_unix_nano=span.start_ns,
-                    end_time_unix_nano=span.end_ns,
-                )
-            )
-            for key, value in span.attributes.items():
-                pair = made.attributes.add(key=key)
-                setattr(pair.value, _FIELDS[type(value)], value)
-            for link in span.links:
-                made.links.add(trace_id=bytes.fromhex(link.trace_id), span_id=bytes.fromhex(link.span_id))
-            stub(channel).Export(request, timeout=10)
+            stub(channel).Export(exported(span), timeout=10)
         assert len(generations(spans)) == 1
