@@ -19,6 +19,7 @@ from specwire.cli.supervisor import Stack
 from tests.support import report
 from tests.support.effort import CHAOS, sized
 from tests.support.idle import until_idle
+from tests.support.processes import wait_until
 
 BURST_S = sized(3.0, 30.0)
 SETTLE_S = sized(1.0, 570.0)
@@ -143,6 +144,10 @@ class Watch:
         """What they hold."""
         return {name: self._sample(process) for name, process in self._processes.items()}
 
+    def has_descriptors_of(self, before: dict[str, Sample]) -> bool:
+        """No more: connections of clients that left are closed some moments later."""
+        return all(sample.num_fds <= before[name].num_fds for name, sample in self.now().items())
+
     @staticmethod
     def _sample(process: psutil.Process) -> Sample:
         rss_mib = process.memory_info().rss / 2**20
@@ -174,18 +179,10 @@ async def soak(stack: Stack, load: Load, watch: Watch) -> tuple[dict[str, Sample
         load.counts.clear()
         await watch.during(load.steady(client, SOAK_S, PER_S))
         await until_idle(client, stack)  # raises when something is still held
-        await descriptors_return(watch, before)
+        await asyncio.to_thread(wait_until, lambda: watch.has_descriptors_of(before), 30)
         status = await client.get_status()
         assert status.num_running == status.num_waiting == 0
         return before, watch.now()
-
-
-async def descriptors_return(watch: Watch, before: dict[str, Sample]) -> None:
-    """Connections of clients that left are closed some moments later."""
-    deadline_s = time.monotonic() + 30
-    while any(sample.num_fds > before[name].num_fds for name, sample in watch.now().items()):
-        assert time.monotonic() < deadline_s, (before, watch.now())
-        await asyncio.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -106,14 +106,15 @@ class StackProxy:
         self._thread.call(method, self._proxy, *args)
 
 
-def handshake(role: str, address: str) -> Any:
+def handshake(role: str, address: str, metadata: Any = ()) -> Any:
     """What the "draft" or "verify" service there says of its model and of its engine."""
     with grpc.insecure_channel(address) as channel:
-        if role == "draft":
-            draft = draft_pb2_grpc.DraftServiceStub(channel)
-            return draft.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=10)
-        verify = verify_pb2_grpc.VerifyServiceStub(channel)
-        return verify.GetModelInfo(verify_pb2.VerifyServiceGetModelInfoRequest(), timeout=10)
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        request: Any = draft_pb2.DraftServiceGetModelInfoRequest()
+        if role == "verify":
+            stub = verify_pb2_grpc.VerifyServiceStub(channel)
+            request = verify_pb2.VerifyServiceGetModelInfoRequest()
+        return stub.GetModelInfo(request, timeout=10, metadata=metadata)
 
 
 def is_serving(address: str) -> bool:
