@@ -21,21 +21,28 @@ import verify_service.paged
 from coordinator.servicer import GenerationServicer
 from specwire import Rule, SamplingParams
 from tests.support import eagle3, pairs, tiny_models
-from tests.support.blocks import save_block_drafter, save_markov_pair
+from tests.support.blocks import save_markov_pair
 from tests.support.harness import LocalStack, float32_processes, local_stack, started_coordinators
 from tests.support.heads import save_heads
 from tests.support.mtp import save_markov_target, save_mtp_target
-from tests.support.own_drafts import SLOW, check_control, check_distribution, check_text, kinds, num_passes
+from tests.support.own_drafts import (
+    SLOW,
+    check_control,
+    check_distribution,
+    check_text,
+    kinds,
+    num_passes,
+    save_drafting,
+)
 from tests.support.pairs import (
     logits_of,
     markov_model,
-    save_good_draft,
     save_hostile_draft,
     save_target,
 )
 from verify_service.threshold import Threshold
 
-NEAR, FAR = "m1", "a0,a1,m0,m1"
+FAR = "a0,a1,m0,m1"
 METHODS = {name: f'{{"method": "{name}"}}' for name in ("layers", "mtp", "dflash", "eagle3")} | {
     "heads": '{"method": "medusa"}',
     "draft_model": "",  # it drafts by default
@@ -116,19 +123,14 @@ def save_for_texts(source: str, variant: str, directory: Path) -> Drafting:
     if variant == "narrow":
         target, drafter = save_markov_pair(directory, layout="speculators")
         return Drafting(source, variant, target, str(drafter))
+    if variant not in ("hostile", "far"):
+        target, options = save_drafting(source, directory)
+        return Drafting(source, variant, target, options[source])
     target = save_target(directory / "target")
-    match source:
-        case "heads":
-            value = str(save_heads(directory / "heads", target, is_hostile=is_hostile))
-        case "layers":
-            value = NEAR if variant == "near" else FAR
-        case "dflash":
-            value = str(save_block_drafter(directory / "drafter"))
-        case "eagle3":
-            value = str(eagle3.save_eagle3(directory / "eagle3"))
-        case _:
-            save_draft = save_hostile_draft if is_hostile else save_good_draft
-            value = str(save_draft(directory / "draft"))
+    if source == "heads":
+        value = str(save_heads(directory / "heads", target, is_hostile=True))
+    else:
+        value = FAR if source == "layers" else str(save_hostile_draft(directory / "draft"))
     return Drafting(source, variant, target, value)
 
 

@@ -9,11 +9,12 @@ import socket
 import time
 from collections.abc import Iterator
 
+import grpc
 import psutil
 import pytest
 
 from specwire.config.fields import split_address
-from tests.support.harness import handshake
+from specwire.v1 import verify_pb2, verify_pb2_grpc
 from tests.support.processes import Command, running, wait_until
 
 LIMIT = 200
@@ -62,8 +63,11 @@ def num_closed(connections: list[socket.socket]) -> int:
 
 def test_a_grpc_server_sheds_connections_and_keeps_descriptors(strangers: list[socket.socket]) -> None:
     limits = f"ulimit -n {LIMIT}"
-    with limited(limits, "verify", "--model", "emulated:", "--address", "127.0.0.1:0") as (service, address):
-        handshake("verify", address)
+    argv = ("verify", "--model", "emulated:", "--address", "127.0.0.1:0")
+    with limited(limits, *argv) as (service, address), grpc.insecure_channel(address) as channel:
+        ask = verify_pb2_grpc.VerifyServiceStub(channel).GetModelInfo
+        request = verify_pb2.VerifyServiceGetModelInfoRequest()
+        ask(request, timeout=30)
         for _ in range(NUM_STRANGERS):
             strangers.append(connect(address))
             with contextlib.suppress(ConnectionError):
@@ -71,7 +75,7 @@ def test_a_grpc_server_sheds_connections_and_keeps_descriptors(strangers: list[s
         wait_until(lambda: num_closed(strangers) >= NUM_STRANGERS - LIMIT * 3 // 4, 20)
         num_held = psutil.Process(service.process.pid).num_fds()
         assert num_held < LIMIT - 10, "others are left for files and peers"
-        handshake("verify", address)
+        ask(request, timeout=30)
         wait_until(lambda: "file descriptors are open" in service.errors(), 20)
         assert service.errors().count("file descriptors are open") == 1, service.errors()
 
