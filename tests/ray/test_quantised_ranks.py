@@ -18,13 +18,11 @@ from specwire import ModelLoadError, SamplingParams
 from specwire.config.services import VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.engine import boot
-from specwire.engine.batch import Feed
 from specwire.engine.group.quantised import Cutter
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
-from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
-from tests.support import quantised
+from tests.support import quantised, rank_memory
 from tests.support.fixtures import entered
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
@@ -89,30 +87,13 @@ def test_logits_of_every_shape_are_those_of_one_rank(method: str, tmp_path: Path
     save, package = METHODS[method]
     pytest.importorskip(package)
     sources = [str(save(tmp_path / name, family, **shape)) for name, (family, shape) in SHAPES.items()]
-    found = run_ranks(2, _logits_on_ranks, sources)
-    for source, (logits, vocab_size, share) in zip(sources, found, strict=True):
+    found = run_ranks(2, rank_memory.logits_on_ranks, sources, PROMPT)
+    for source, (logits, description, num_own) in zip(sources, found, strict=True):
         model = loading.load_model(source)
-        np.testing.assert_allclose(logits, _logits(model), atol=1e-4, err_msg=source)
-        assert vocab_size == model.get_output_embeddings().out_features
-        assert share < 0.6, "a rank keeps its own rows and columns"
-
-
-def _logits_on_ranks(num_ranks: int, sources: list[str]) -> list[tuple[np.ndarray, int, float]]:
-    """Runs on each rank: logits, the width in the description, and which part of the numbers it holds."""
-    from specwire.engine.group.sharding import load_shard
-
-    found = []
-    for source in sources:
-        model, description = load_shard(source, dtype="auto", num_ranks=num_ranks)
-        own = sum(weight.numel() for weight in model.parameters())
-        found.append((_logits(model), description["vocab_size"], own / description["num_parameters"]))
-    return found
-
-
-def _logits(model: Any) -> np.ndarray:
-    runner = ModelRunner(model, num_pages=8)
-    with runner.new_sequence() as cache:
-        return runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
+        expected = rank_memory.logits_of(model, PROMPT)
+        np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=source)
+        assert description["vocab_size"] == model.get_output_embeddings().out_features
+        assert num_own < 0.6 * description["num_parameters"], "a rank keeps its own rows and columns"
 
 
 class TestCutting:

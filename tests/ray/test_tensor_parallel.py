@@ -339,12 +339,11 @@ class TestPlainRanks:
     def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(
         self, sources: list[Path], found: tuple[Any, Any, Any]
     ) -> None:
-        for name, source, (logits, num_parameters) in zip(SHAPES, sources, found[0], strict=True):
+        for name, source, (logits, description, _) in zip(SHAPES, sources, found[0], strict=True):
             model = loading.load_model(source)
-            assert num_parameters == sum(weight.numel() for weight in model.parameters()), name
-            runner = ModelRunner(model, num_pages=8)
-            with runner.new_sequence() as cache:
-                expected = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
+            num_parameters = sum(weight.numel() for weight in model.parameters())
+            assert description["num_parameters"] == num_parameters, name
+            expected = rank_memory.logits_of(model, PROMPT)
             np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
 
     @pytest.mark.slow
@@ -422,7 +421,7 @@ class Broken:
 def _on_ranks(num_ranks: int, sources: list[str], large: str, store: str) -> tuple[Any, Any, Any]:
     """Runs on each rank."""
     return (
-        _logits_on_ranks(num_ranks, sources),
+        rank_memory.logits_on_ranks(num_ranks, sources, PROMPT),
         rank_memory.loaded_on_ranks(num_ranks, large),
         _replayed_on_ranks(num_ranks, sources[0], store),
     )
@@ -441,18 +440,4 @@ def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[An
         runner = ModelRunner(model, num_pages=64, replay=replay)
         replay.warm(runner)
         found.append((_history(runner), runner.num_graphs, replay.problem))
-    return found
-
-
-def _logits_on_ranks(num_ranks: int, sources: list[str]) -> list[tuple[np.ndarray, int]]:
-    from specwire.engine.group.sharding import load_shard
-
-    found = []
-    for source in sources:
-        model, description = load_shard(source, dtype="auto", num_ranks=num_ranks)
-        assert not [name for name, weight in model.named_parameters() if hasattr(weight, "placements")]
-        runner = ModelRunner(model, num_pages=8)
-        with runner.new_sequence() as cache:
-            logits = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
-        found.append((logits, description["num_parameters"]))
     return found
