@@ -184,11 +184,11 @@ def local_stack(
             )
         verify_proxy = _proxy(stack, thread, verify, verify_link)
         draft_proxy = _proxy(stack, thread, draft_address, draft_link)
-        config = CoordinatorConfig(
-            verify_address=verify_proxy.address if verify_proxy else verify,
-            draft_address=draft_proxy.address if draft_proxy else draft_address,
-            **_COORDINATOR_OPTIONS | (coordinator_options or {}),
-        )
+        addresses = {
+            "verify_address": verify_proxy.address if verify_proxy else verify,
+            "draft_address": draft_proxy.address if draft_proxy else draft_address,
+        }
+        config = CoordinatorConfig(**_COORDINATOR_OPTIONS | addresses | (coordinator_options or {}))
         address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
         client = stack.enter_context(Client(address))
         running = LocalStack(client, verify, draft_address, address)
