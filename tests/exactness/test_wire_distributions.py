@@ -11,6 +11,7 @@ function raises a false alarm with probability 1e-6 (FALSE_ALARM_RATE) if seeds 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,11 @@ import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.length.planners import AdaptiveLength
 from specwire import Completion, Rule, SamplingParams
+from specwire.rpc.wire import client as client_wire
 from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
 from tests.support.pairs import save_markov_pair
+from tests.support.raw_streams import Wire
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 from tests.support.together import sampled, together
 
@@ -211,6 +214,22 @@ def test_requests_of_all_kinds_in_one_step(address: str, logits: torch.Tensor) -
         else:
             p_value = fit_p_value(completions, logits, SamplingParams(**params[number]))
             assert p_value > FALSE_ALARM_RATE / len(MIXED), settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_resuming_does_not_change_the_distribution(address: str, logits: torch.Tensor, rule: Rule) -> None:
+    """Each generation is cut four times, and one coordinator after another goes on with it."""
+    params = [SamplingParams(max_tokens=100, rule=rule, seed=i, num_draft_tokens=2) for i in range(24)]
+
+    async def sample() -> list[Completion]:
+        requests = [client_wire.generate_request(None, each, PROMPT) for each in params]
+        async with Wire(address) as wires:
+            return await asyncio.gather(*(wires.generate(request, 1, 7, 2, 12) for request in requests))
+
+    completions = asyncio.run(sample())
+    assert [len(done.token_ids) for done in completions] == [100] * len(params)
+    assert fit_p_value(completions, logits, SamplingParams(max_tokens=100)) > FALSE_ALARM_RATE
 
 
 class Restless(AdaptiveLength):
