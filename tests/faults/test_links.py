@@ -16,7 +16,7 @@ from specwire.config.link import Link
 from tests.support import report
 from tests.support.effort import sized
 from tests.support.faulty_proxy import Direction, FaultyProxy
-from tests.support.harness import LoopThread, StackProxy, is_serving, local_stack
+from tests.support.harness import StackProxy, is_serving, local_stack, proxied
 
 TARGET, DRAFT = "emulated:step_ms=20", "emulated:step_ms=1,alpha=0.8"
 PROMPT = (1, 2, 3)
@@ -65,14 +65,10 @@ class Rig:
         self.stack = running = stack.enter_context(
             local_stack(TARGET, DRAFT, draft_link=Link(), verify_link=Link(), coordinator_options=options)
         )
-        thread = LoopThread()
-        stack.callback(thread.close)
-        proxy = FaultyProxy(running.address, Link())
-        address = stack.enter_context(thread.entered(lambda: proxy))
-        self.client = stack.enter_context(Client(address))
+        client = stack.enter_context(proxied(running.address))
+        self.client = stack.enter_context(Client(client.address))
         assert running.draft_proxy is not None
         assert running.verify_proxy is not None
-        client = StackProxy(proxy, thread, address)
         self.proxies = {"client": client, "draft": running.draft_proxy, "verify": running.verify_proxy}
         self.expected = running.client.generate(prompt_token_ids=PROMPT, params=PARAMS).token_ids
 

@@ -26,13 +26,11 @@ import pytest
 from specwire import AsyncClient, RetryPolicy, ServiceUnavailableError
 from specwire.cli.process import Service
 from specwire.config.flags import flag_words
-from specwire.config.link import Link
 from specwire.v1 import generation_pb2
 from tests.support import report
 from tests.support.effort import CHAOS, sized
-from tests.support.faulty_proxy import FaultyProxy
 from tests.support.fleet import START_S, Fleet, stopped
-from tests.support.harness import LoopThread, StackProxy, is_serving
+from tests.support.harness import is_serving, proxied
 from tests.support.readers import Load, Seen, run, run_http
 
 NUM_CLIENTS = 8
@@ -151,15 +149,10 @@ class Rig:
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.fleet = Fleet(num_coordinators=2, num_fronts=1, failover_timeout_s=PATIENCE_S, num_outcomes="8")
         stack.callback(self.fleet.close)
-        thread = LoopThread()
-        stack.callback(thread.close)
-
-        def link(service: Service) -> StackProxy:
-            proxy = FaultyProxy(service.address, Link())
-            return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
-
-        roles = ("draft", "verify", "coordinator")
-        self.links = {role: [link(one) for one in self.fleet.group(role)] for role in roles}
+        self.links = {
+            role: [stack.enter_context(proxied(each.address)) for each in self.fleet.group(role)]
+            for role in ("draft", "verify", "coordinator")
+        }
         flags: dict[str, object] = {"address": "127.0.0.1:0", "failover_timeout_s": FAILOVER_S}
         for role in ("draft", "verify"):
             flags[f"{role}_address"] = ",".join(one.address for one in self.links[role])

@@ -27,14 +27,12 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.config.link import Link
 from specwire.core import ModelInfo
 from specwire.rpc import channel, statuses
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2
 from tests.support import texts
-from tests.support.faulty_proxy import FaultyProxy
-from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
+from tests.support.harness import LocalStack, StackProxy, local_stack, proxied
 from tests.support.raw_streams import Wire
 
 PROMPT = "The quick brown"
@@ -52,11 +50,8 @@ def stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
 @pytest.fixture
 def proxy(stack: LocalStack) -> Iterator[StackProxy]:
     """A second way to the coordinator, which a test may cut."""
-    thread = LoopThread()
-    way = FaultyProxy(stack.address, Link())
-    with thread.entered(lambda: way) as address:
-        yield StackProxy(way, thread, address)
-    thread.close()
+    with proxied(stack.address) as way:
+        yield way
 
 
 def generate_cut(address: str, params: SamplingParams, *cuts: int) -> Completion:

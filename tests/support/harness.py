@@ -77,7 +77,7 @@ class LoopThread:
 
 
 class StackProxy:
-    """A delay proxy on the services' loop, for the test's thread; each call is done when it returns."""
+    """A delay proxy on another loop, for the test's thread; each call is done when it returns."""
 
     def __init__(self, proxy: FaultyProxy, thread: LoopThread, address: str) -> None:
         self._proxy = proxy
@@ -201,6 +201,14 @@ def _proxy(stack: contextlib.ExitStack, thread: LoopThread, to: str, link: Link 
         return None
     proxy = FaultyProxy(to, link)
     return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
+
+
+@contextlib.contextmanager
+def proxied(address: str) -> Iterator[StackProxy]:
+    """A delay proxy before an address, which adds nothing as yet, on a loop of its own."""
+    proxy = FaultyProxy(address, Link())
+    with contextlib.closing(LoopThread()) as thread, thread.entered(lambda: proxy) as own:
+        yield StackProxy(proxy, thread, own)
 
 
 @contextlib.contextmanager
