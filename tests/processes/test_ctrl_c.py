@@ -18,6 +18,7 @@ import pytest
 
 from specwire import Client, SamplingParams, SpecwireError
 from specwire.rpc.interrupts import SAID
+from tests.support.harness import local_stack
 from tests.support.processes import START_S, Command, running, wait_until
 
 END_S = 3.0
@@ -61,31 +62,21 @@ def check_end(events: Any) -> None:
     assert told["error"]["type"] == "service_unavailable_error"
 
 
-class TestUp:
-    """One after the other on the same processes; the last one ends them."""
+def test_a_front_alone() -> None:
+    with (
+        local_stack(MODELS[1]) as stack,
+        running("http", "--address", "127.0.0.1:0", "--server", stack.address) as front,
+        events(front.ready_line().split()[1]) as streaming,
+    ):
+        assert SAID in interrupt(front)
+        check_end(streaming)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def up(cls) -> Iterator[Command]:
-        argv = ["--address", "127.0.0.1:0", *MODELS, "--http-address", "127.0.0.1:0"]
-        with running("up", *argv, "--log-level", "warning") as command:
-            yield command
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def address(cls, up: Command) -> str:
-        return up.ready_line().split()[1]
-
-    def test_a_front_alone(self, address: str) -> None:
-        with (
-            running("http", "--address", "127.0.0.1:0", "--server", address) as front,
-            events(front.ready_line().split()[1]) as streaming,
-        ):
-            assert SAID in interrupt(front)
-            check_end(streaming)
-
-    @pytest.mark.slow
-    def test_up_in_mid_stream(self, up: Command, address: str) -> None:
+@pytest.mark.slow
+def test_up_in_mid_stream() -> None:
+    argv = ("--address", "127.0.0.1:0", *MODELS, "--http-address", "127.0.0.1:0", "--log-level", "warning")
+    with running("up", *argv) as up:
+        address = up.ready_line().split()[1]
         assert up.process.stdout is not None
         page = up.process.stdout.readline().decode().split("/")[2]
         with (
