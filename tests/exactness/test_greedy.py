@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,8 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> Non
 
 def test_greedy_with_history_processors_is_that_of_transformers(tmp_path: Path) -> None:
     biases = {7: 3.0, 12: -5.0}
-    ours = ({"repetition_penalty": 1.3}, {"logit_bias": biases})
-    theirs = (ours[0], {"sequence_bias": {(token_id,): bias for token_id, bias in biases.items()}})
+    ours: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"logit_bias": biases}]
+    theirs = [ours[0], {"sequence_bias": {(token_id,): bias for token_id, bias in biases.items()}}]
     target, draft = save_target(tmp_path / "target"), save_good_draft(tmp_path / "draft")
     with local_stack(target, draft) as stack:
         for settings, options in zip(ours, theirs, strict=True):

@@ -176,28 +176,26 @@ def generate(client: Client, params: SamplingParams, prompt: str = PROMPT_TEXT) 
     return client.generate(prompt, params=params)
 
 
+CHAINS = [{"num_draft_tokens": num} for num in (1, 4, 9)]
+TREES = [{"num_draft_tokens": num, "max_depth": depth} for num, depth in ((1, 1), (12, 4), (64, 8))]
+"""Their nodes are shared tokens."""
+
+
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(CHAINS, id="chains"), pytest.param(TREES, id="trees", marks=pytest.mark.slow)]
+)
 @KINDS
-def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParams) -> None:
+def test_text_is_that_of_plain_decoding(
+    stack: LocalStack, params: SamplingParams, shapes: list[dict[str, Any]]
+) -> None:
     expected = generate(stack.client, replace(params, num_draft_tokens=0))
-    for num in (1, 4, 9):
-        done = generate(stack.client, replace(params, num_draft_tokens=num))
+    for shape in shapes:
+        done = generate(stack.client, replace(params, **shape))
         assert done.token_ids == expected.token_ids
         assert not done.speculation.draft_unavailable
     assert done.speculation.num_accepted_tokens > 4
     stack.assert_idle_within(2.0)
-
-
-@pytest.mark.slow
-@KINDS
-def test_trees(stack: LocalStack, params: SamplingParams) -> None:
-    """Their nodes are shared tokens."""
-    expected = generate(stack.client, replace(params, num_draft_tokens=0))
-    for num, depth in ((1, 1), (12, 4), (64, 8)):
-        done = generate(stack.client, replace(params, num_draft_tokens=num, max_depth=depth))
-        assert done.token_ids == expected.token_ids
-        assert not done.speculation.draft_unavailable
-    assert done.speculation.num_accepted_tokens > 4
 
 
 @pytest.mark.slow
