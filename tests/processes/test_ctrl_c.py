@@ -77,8 +77,7 @@ def test_up_in_mid_stream() -> None:
     argv = ("--address", "127.0.0.1:0", *MODELS, "--http-address", "127.0.0.1:0", "--log-level", "warning")
     with running("up", *argv) as up:
         address = up.ready_line().split()[1]
-        assert up.process.stdout is not None
-        page = up.process.stdout.readline().decode().split("/")[2]
+        page = up.line().split("/")[2]
         with (
             Client(address) as client,
             client.stream(params=ENDLESS, prompt_token_ids=PROMPT) as stream,

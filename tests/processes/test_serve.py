@@ -42,7 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path.write_text(FILE)
     flags = ("--config", str(path), "--port", "0", "--address", "127.0.0.1:0", "--seed", "5")
     with running("serve", *flags) as command:
-        lines = [command.ready_line(), *(command.process.stdout.readline().decode() for _ in range(2))]
+        lines = command.ready_line(), command.line(), command.line()
         said = dict(line.strip().split(" ", 1) for line in lines)
         with openai.OpenAI(base_url=f"{said['page']}v1", api_key=KEY, max_retries=0, timeout=60) as client:
             yield Served(psutil.Process(command.process.pid), said, client)

@@ -61,10 +61,15 @@ class Command:
         """The first line on standard output."""
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], START_S)[0], "not ready in time"
-        line: bytes = self.process.stdout.readline()
+        line = self.line()
         assert line, self.errors()
         _ = self.services
-        return line.decode()
+        return line
+
+    def line(self) -> str:
+        """The next line on standard output; empty at its end."""
+        assert self.process.stdout is not None
+        return str(self.process.stdout.readline(), "utf-8")
 
     def errors(self) -> str:
         """Standard error so far; read without a seek, since the processes write at the position."""
