@@ -33,6 +33,7 @@ from tests.support.command_line import check_completion, one_line_error, usage_e
 from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_target
 from tests.support.parameters import BEAM_SEARCH, VALUES
+from tests.support.processes import running
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "The quick brown"
@@ -374,12 +375,8 @@ class TestProxy:
         with socket.create_server(("127.0.0.1", 0)) as service:
             to = f"127.0.0.1:{service.getsockname()[1]}"
             argv = ["proxy", "--to", to, "--rtt-ms", "40", "--jitter-ms", "2", "--bandwidth-mbps", "8"]
-            with subprocess.Popen(
-                [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            ) as process:
-                assert process.stdout is not None
-                assert process.stderr is not None
-                line = process.stdout.readline()
+            with running(*argv) as command:
+                line = command.ready_line()
                 adds = f" to {to}: 40 ms round trip, ±2 ms and 8 Mbit/s each way\n"
                 assert line.startswith("ready 127.0.0.1:")
                 assert line.endswith(adds)
@@ -393,9 +390,9 @@ class TestProxy:
                         served.sendall(served.recv(1, socket.MSG_WAITALL) if client.send(b"x") else b"")
                         assert client.recv(1) == b"x"
                         assert time.monotonic() - started >= 0.036
-                        process.send_signal(number)
+                        command.process.send_signal(number)
                         with pytest.raises(ConnectionResetError):
                             client.recv(1)
                 status, said, most_s = (130, f"{SAID}\n", 3) if number == signal.SIGINT else (0, "", 10)
-                assert process.wait(most_s) == status
-                assert (process.stdout.read(), process.stderr.read()) == ("", said)
+                assert command.process.wait(most_s) == status
+                assert (command.line(), command.errors()) == ("", said)

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,6 +18,7 @@ from specwire.cli import main as cli
 from specwire.completion import Stage
 from specwire.errors import ConfigError
 from tests.support.command_line import one_line_error, usage_error
+from tests.support.processes import START_S, running, wait_until
 from tests.support.traces import MS, Trace, exported, laid_out, saved, three_rounds
 from tools.timeline import layout, perfetto, picture
 from tools.timeline.generation import generations
@@ -268,21 +268,12 @@ class TestThroughRealServices:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 
         out = tmp_path / "got.svg"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "specwire.cli", "timeline", "--receive", "127.0.0.1:0", "--out", str(out)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            address = re.search(r"http://(\S+)", line)
-            assert address, line
-            threading.Thread(target=process.stderr.read, daemon=True).start()
+        with running("timeline", "--receive", "127.0.0.1:0", "--out", str(out)) as command:
+            wait_until(lambda: "\n" in command.errors(), START_S)
+            address = re.search(r"http://(\S+)", command.errors())
+            assert address, command.errors()
             _export(TraceServiceStub, address[1], three_rounds())
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
+            assert command.ended() == 0
         assert "hits: 50% (1 of 2)" in out.read_text()
         assert "used by round 1" in out.read_text()
 
