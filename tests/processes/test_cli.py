@@ -9,7 +9,6 @@ import re
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,9 +34,7 @@ from tests.support.pairs import save_target
 from tests.support.parameters import BEAM_SEARCH, VALUES
 from tests.support.processes import running
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "The quick brown"
-COMMAND = [sys.executable, "-m", "specwire.cli"]
 SERVE = ["serve", "--address", "127.0.0.1:0", "--port", "0"]
 SERVICE_MAINS = [
     (draft_service.__main__.main, DraftConfig),
@@ -88,10 +85,9 @@ class TestHelp:
         assert all(len(line) <= 100 for line in text.splitlines())
 
     def test_services_are_reached_through_the_command(self) -> None:
-        done = subprocess.run(
-            [*COMMAND, "draft", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.startswith("usage: specwire draft ")
+        with running("draft", "--help") as command:
+            assert command.line().startswith("usage: specwire draft ")
+            assert command.ended() == 0
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
@@ -345,11 +341,9 @@ class TestGenerate:
     )
     def test_an_interrupt_cancels(self, stack: LocalStack, number: int | None, status: int) -> None:
         argv = ["generate", PROMPT, "--server", stack.address, "--max-tokens", "4000", "--ignore-eos"]
-        with subprocess.Popen(
-            [*COMMAND, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as process:
+        with running(*argv) as command:
+            process = command.process
             assert process.stdout is not None
-            assert process.stderr is not None
             assert process.stdout.read(1)
             assert stack.status("verify").num_sequences == 1
             if number is None:
@@ -357,7 +351,7 @@ class TestGenerate:
             else:
                 process.send_signal(number)
             assert process.wait({None: 20, signal.SIGINT: 3}.get(number, 10)) == status
-            assert process.stderr.read() == b""
+            assert command.errors() == ""
         stack.assert_idle_within(1.0)
 
     def test_as_a_module(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
