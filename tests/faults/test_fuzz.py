@@ -103,22 +103,22 @@ PENALTIES = sampling(
 )
 GREEDY = sampling(rule=common_pb2.RULE_REJECTION, temperature=0.0, frequency_penalty=-0.5)
 PAIRS = ((GUMBEL, REJECTION), (REJECTION, GREEDY), (PENALTIES, GUMBEL), (GREEDY, REJECTION))
-_SUPPORT = Support(np.array([6, 7, 9]), np.array([0.5, 0.25, 0.25], np.float32))
-_TRACED = f"00-{'1' * 32}-{'2' * 16}-01"
+SUPPORT = Support(np.array([6, 7, 9]), np.array([0.5, 0.25, 0.25], np.float32))
+TRACED = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
-def _verify(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
+def verified(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
     """Two sequences; what the second one commits is one request behind the first one."""
 
     def judged(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
-        supports = [_SUPPORT, _SUPPORT] if sampling is REJECTION else []
+        supports = [SUPPORT, SUPPORT] if sampling is REJECTION else []
         return {"proposal": Proposal(0, [6, 7], supports)}
 
     begun, order = [opening(1, sampling=first), opening(2, sampling=other)], VerifyOrder
     return [
         verify(order(1, 1, 0, [3, 4, 5], **judged(first)), opened=begun[:1]),
         verify(
-            order(1, 2, 4, [9], **judged(first), traceparent=_TRACED),
+            order(1, 2, 4, [9], **judged(first), traceparent=TRACED),
             order(2, 1, 0, [3, 4], **judged(other)),
             opened=begun[1:],
         ),
@@ -127,8 +127,8 @@ def _verify(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) 
     ]
 
 
-def _draft(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
-    """As `_verify`."""
+def drafted(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
+    """As `verified`."""
     ahead, order = Preparation(4, 3), DraftOrder
     begun = [opening(1, sampling=first), opening(2, sampling=other)]
     return [
@@ -139,50 +139,50 @@ def _draft(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -
     ]
 
 
-def _generate(sampling: common_pb2.SamplingParams, **prompt: Any) -> list[Message]:
+def generation(sampling: common_pb2.SamplingParams, **prompt: Any) -> list[Message]:
     request = generation_pb2.GenerateRequest
     stops = generation_pb2.StopConditions(max_tokens=8, stop=["fox"], stop_token_ids=[2], ignore_eos=True)
     first = request(sampling=sampling, stop_conditions=stops, credit_tokens=64, **prompt)
     return [first, request(credit_tokens=5), request(credit_tokens=3)]
 
 
-_CHAT = generation_pb2.Messages(messages=[generation_pb2.Message(role="user", content="Hello, hello world!")])
-_GENERATE = [
-    _generate(GUMBEL, token_ids=generation_pb2.TokenIds(ids=[3, 4, 5])),
-    _generate(REJECTION, text="The quick brown", num_draft_tokens=2),
-    _generate(PENALTIES, messages=_CHAT),
-    _generate(GREEDY, text="def f(x):", num_draft_tokens=0),
+CHAT = generation_pb2.Messages(messages=[generation_pb2.Message(role="user", content="Hello, hello world!")])
+GENERATIONS = [
+    generation(GUMBEL, token_ids=generation_pb2.TokenIds(ids=[3, 4, 5])),
+    generation(REJECTION, text="The quick brown", num_draft_tokens=2),
+    generation(PENALTIES, messages=CHAT),
+    generation(GREEDY, text="def f(x):", num_draft_tokens=0),
 ]
-_CHECK = [
+CHECKS = [
     [health_pb2.HealthCheckRequest()],
     [health_pb2.HealthCheckRequest(service="specwire.v1.VerifyService")],
 ]
-_CONVERSATIONS: dict[str, Sequence[Sequence[Message]]] = {
-    "Generate": _GENERATE,
-    "Draft": [_draft(*pair) for pair in PAIRS],
-    "Verify": [_verify(*pair) for pair in PAIRS],
-    "Check": _CHECK,
-    "Watch": _CHECK,
+CONVERSATIONS: dict[str, Sequence[Sequence[Message]]] = {
+    "Generate": GENERATIONS,
+    "Draft": [drafted(*pair) for pair in PAIRS],
+    "Verify": [verified(*pair) for pair in PAIRS],
+    "Check": CHECKS,
+    "Watch": CHECKS,
 }
 
 
-def _method(service: str, descriptor: MethodDescriptor) -> Method:
+def method_of(service: str, descriptor: MethodDescriptor) -> Method:
     """Of others than these, one request, from the middle of a tokenizer if it asks for one."""
     request = GetMessageClass(descriptor.input_type)
     offset = {"offset": 7} if descriptor.name == "GetTokenizer" else {}
-    said = _CONVERSATIONS.get(descriptor.name, [[request(**offset)]])
+    said = CONVERSATIONS.get(descriptor.name, [[request(**offset)]])
     return Method(service, descriptor, said, 1 if descriptor.name == "Watch" else 1000)
 
 
-_SERVED = (
+SERVED = (
     ("coordinator", generation_pb2.DESCRIPTOR),
     ("draft", draft_pb2.DESCRIPTOR),
     ("verify", verify_pb2.DESCRIPTOR),
     ("verify", health_pb2.DESCRIPTOR),
 )
 METHODS: Sequence[Method] = [
-    _method(role, method)
-    for role, file in _SERVED
+    method_of(role, method)
+    for role, file in SERVED
     for service in file.services_by_name.values()
     for method in service.methods
     if method.name != "List"  # of Health, which is not served

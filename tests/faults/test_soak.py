@@ -30,8 +30,8 @@ NUM_TOGETHER = 16
 MAX_SLOPE_MIB = 1.0  # in ten minutes
 MAX_SHORT_GROWTH_MIB = 48.0  # of a run that is too short for a slope
 MAX_MORE_THREADS = sized(16, 4)  # grpc's own pool follows the load
-_ENDS = ("finish", "cancel", "finish", "disconnect", "finish", "deadline")
-_MAX_TOKENS = 48
+ENDS = ("finish", "cancel", "finish", "disconnect", "finish", "deadline")
+MAX_TOKENS = 48
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(sized(300, 2400))]
 
 
@@ -80,17 +80,17 @@ class Load:
     async def request(self, client: AsyncClient) -> None:
         """One, ended in one of four ways, which take turns."""
         draws = self._draws
-        end = _ENDS[self.counts.total() % len(_ENDS)]
+        end = ENDS[self.counts.total() % len(ENDS)]
         self.counts[end] += 1
         params = SamplingParams(
-            max_tokens=_MAX_TOKENS if end != "finish" else draws.randint(1, _MAX_TOKENS),
+            max_tokens=MAX_TOKENS if end != "finish" else draws.randint(1, MAX_TOKENS),
             temperature=draws.choice((0.0, 0.7, 1.0)),
             rule=draws.choice(list(Rule)),
             top_p=draws.choice((0.9, 1.0)),
             seed=draws.getrandbits(60),
         )
         prompt = [draws.randrange(32) for _ in range(draws.choice((1, 8, 100)))]
-        after = draws.randrange(_MAX_TOKENS // 2)
+        after = draws.randrange(MAX_TOKENS // 2)
         if end == "disconnect":
             async with AsyncClient(self.address) as leaving:
                 await self._read(leaving, params, prompt, after, 60.0, end)

@@ -263,8 +263,9 @@ class TestWhatCannotStart:
     """One typed error that names rank, device and reason, or flag and value; never a hang."""
 
     @pytest.mark.slow
-    def test_more_ranks_than_devices(self, cluster: Any, models: tuple[Path, Path]) -> None:
-        config = VerifyConfig(model=str(save_eight_heads(models[0].parent)), tensor_parallel_size=8)
+    def test_more_ranks_than_devices(self, cluster: Any, tmp_path: Path) -> None:
+        target = save_target(tmp_path / "eight", num_attention_heads=8, num_key_value_heads=8, head_dim=4)
+        config = VerifyConfig(model=str(target), tensor_parallel_size=8)
         with pytest.raises(ConfigError, match=r"--tensor-parallel-size 8: the Ray cluster has 4 CPUs"):
             boot.start(config, "verify", VerifyDecider())
 
@@ -304,10 +305,6 @@ class TestWhatCannotStart:
     def test_flags(self, config: Any, options: dict[str, Any], problem: str) -> None:
         with pytest.raises(ConfigError, match=problem):
             config(**options)
-
-
-def save_eight_heads(directory: Path) -> Path:
-    return save_target(directory / "eight", num_attention_heads=8, num_key_value_heads=8, head_dim=4)
 
 
 #: Every family with a plan that is checked, and its shape.
