@@ -288,11 +288,6 @@ def address_of(stack: LocalStack, service: str) -> str:
     return addresses[service]
 
 
-def assert_serving(stack: LocalStack) -> None:
-    for service in ("coordinator", "draft", "verify"):
-        assert is_serving(address_of(stack, service)), service
-
-
 def defects(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged as one. That a client left before its status is grpc's to tell, and none."""
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
@@ -328,13 +323,14 @@ def test_mutants(
     odd = [(seed, *status) for seed, status in zip(seeds, found, strict=True) if status[0] not in FINE]
     assert odd == []
     assert defects(caplog) == []
-    assert_serving(stack)
+    for service in ("coordinator", "draft", "verify"):
+        assert is_serving(address_of(stack, service)), service
     again = stack.client.generate(prompt_token_ids=[3, 4, 5], params=PARAMS)
     assert again.token_ids == expected.token_ids
     assert again.speculation.draft_unavailable == ""
     stack.assert_idle_within(10.0)
-    for service in services.values():
-        check_integrity(service.runner.pool)
+    for each in services.values():
+        check_integrity(each.runner.pool)
     counts = Counter("errors of sequences" if code is OK and said else code.name for code, said in found)
     shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     report.note(f"{NUM_MESSAGES} of {mutate.__name__} to {method.service} {method.path}", "serving", shown)
