@@ -288,7 +288,7 @@ def named(cell: Cell) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", map(named, CELLS))
+@pytest.mark.parametrize("cell", [named(cell) for cell in CELLS])
 async def test_cell(rig: Rig, undisturbed: Seen, cell: Cell, request: pytest.FixtureRequest) -> None:
     try:
         found = await disturbed(rig, cell)
