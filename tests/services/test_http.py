@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -15,13 +12,10 @@ import openai
 import pytest
 
 from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
-from specwire.cli.supervisor import Stack
 from specwire.config.client import HttpConfig
-from specwire.config.stack import UpConfig
 from specwire.http.model import Models
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
-from tests.support.processes import wait_until
 
 PROMPT = "def fibonacci("
 QUESTION = [{"role": "user", "content": "How does a queue work?"}]
@@ -212,6 +206,22 @@ class TestCompletions:
     def test_a_request_is_left_to_openais_default_length(self, here: Fronted) -> None:
         assert complete(here, max_tokens=None).usage.completion_tokens == 16
 
+    def test_text_needs_no_tokenizer_of_the_front(self, here: Fronted) -> None:
+        """Text and conversations are the coordinator's; only log probabilities need tokens to be spelled."""
+        with (
+            front(here.stack.address, tokenizer="/nowhere/at/all") as address,
+            openai.OpenAI(base_url=f"http://{address}/v1", api_key="-", max_retries=0) as client,
+        ):
+            completions: Any = client.completions
+            wanted = {"model": here.model, "prompt": PROMPT, "max_tokens": 4}
+            assert completions.create(**wanted).usage.completion_tokens == 4
+            answer = client.chat.completions.create(model=here.model, messages=QUESTION, max_tokens=4)  # type: ignore[arg-type]
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 4
+            with pytest.raises(openai.InternalServerError) as refused:
+                completions.create(**wanted, logprobs=1)
+            assert refused.value.status_code == 503
+
 
 class TestChat:
     def test_the_text_is_that_of_the_sdk(self, here: Fronted) -> None:
@@ -282,51 +292,12 @@ class TestTogether:
         stream.close()
         here.stack.assert_idle_within(10)
 
-    def test_one_that_waits_for_the_whole_and_leaves_too(self, here: Fronted) -> None:
-        host, _, port = here.address.partition(":")
-        request = {"model": here.model, "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 4}
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(as_http(request))
-            wait_until(lambda: here.stack.status("verify").num_held_pages > 0, 20)
-        here.stack.assert_idle_within(20)
 
-
-class TestHealth:
-    def test_it_says_whether_the_coordinator_answers(self, here: Fronted) -> None:
-        with urllib.request.urlopen(f"{here.url}/health") as response:
-            assert json.load(response)["status"] == "ok"
-        with front("127.0.0.1:1") as address, pytest.raises(urllib.request.HTTPError) as error:
-            urllib.request.urlopen(f"http://{address}/health")
-        assert error.value.code == 503
-        error.value.close()
-
-    def test_models(self, here: Fronted) -> None:
-        [model] = here.openai.models.list().data
-        assert model.created > 1_700_000_000, "when the front began to serve it"
-        assert model.id == here.model == "target"
-        assert time.time() - 3600 < model.created <= time.time()
-        assert here.openai.models.retrieve(model.id) == model
-
-
-def as_http(request: dict[str, Any]) -> bytes:
-    body = json.dumps(request).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
-
-
-def test_up_starts_a_front_and_ends_it() -> None:
-    config = UpConfig(
-        target="emulated:step_ms=1", draft="none", address="127.0.0.1:0", http_address="127.0.0.1:0"
-    )
-    with Stack(config) as stack:
-        assert stack.http is not None
-        with openai.OpenAI(base_url=f"http://{stack.http.address}/v1", api_key="-", max_retries=0) as client:
-            model = client.models.list().data[0].id
-            answer = client.completions.create(model=model, prompt=[1, 2], max_tokens=8)
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 8
-        stack.http.terminate()
-        assert stack.http.process.wait(30) == 0
+def test_models(here: Fronted) -> None:
+    [model] = here.openai.models.list().data
+    assert model.id == here.model == "target"
+    assert time.time() - 3600 < model.created <= time.time(), "when the front began to serve it"
+    assert here.openai.models.retrieve(model.id) == model
 
 
 async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
