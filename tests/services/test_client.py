@@ -1,4 +1,4 @@
-"""The client SDK over real gRPC: methods, streams, health and reflection."""
+"""The client SDK over real gRPC: methods, streams and reflection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specwire import (
@@ -27,7 +26,6 @@ from specwire import (
     SpecwireError,
     UnsupportedError,
 )
-from specwire.client.streaming import Stream
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
 from tests.support import texts
@@ -36,10 +34,6 @@ from tests.support.pairs import save_target
 
 PROMPT = "The quick brown"
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
-
-
-def first_chunk(stream: Stream) -> None:
-    next(iter(stream))
 
 
 class TestShape:
@@ -129,8 +123,10 @@ class TestGenerate:
         assert (target.vocab_size, draft.vocab_size) == (texts.VOCAB_SIZE, texts.DRAFT_VOCAB_SIZE)
         assert target.tokenizer_fingerprint == draft.tokenizer_fingerprint != ""
         with client.stream(PROMPT, ENDLESS) as stream:
-            first_chunk(stream)
+            next(iter(stream))
             assert client.get_status().num_running == 1
+            with pytest.raises(SpecwireError, match="not complete"):
+                _ = stream.completion
 
 
 class TestMany:
@@ -195,33 +191,21 @@ class TestStream:
         assert tuple(stream.tokens) == done.tokens
         assert client.generate(PROMPT, params).token_ids == done.token_ids
 
-    def test_the_completion_is_not_there_before_the_end(self, client: Client) -> None:
-        with client.stream(PROMPT, ENDLESS) as stream:
-            first_chunk(stream)
-            with pytest.raises(SpecwireError, match="not complete"):
-                _ = stream.completion
-
-    def test_leaving_early_frees_memory_on_both_services(self, stack: LocalStack) -> None:
-        with stack.client.stream(PROMPT, ENDLESS) as stream:
-            first_chunk(stream)
-            assert stack.status("verify").num_held_pages > 0
-        stack.assert_idle_within(1.0)
-        assert stack.client.get_status().num_running == 0
-
     def test_cancel_from_another_thread_is_told_to_the_reader(self, stack: LocalStack) -> None:
         with stack.client.stream(PROMPT, ENDLESS) as stream:
-            first_chunk(stream)
+            next(iter(stream))
             threading.Thread(target=stream.cancel).start()
             with pytest.raises(RequestCancelledError):
                 list(stream)
         stack.assert_idle_within(1.0)
 
-    def test_a_forgotten_iterator_leaves_no_warnings(self, stack: LocalStack) -> None:
+    def test_a_forgotten_iterator_leaves_no_warnings_and_no_memory(self, stack: LocalStack) -> None:
         problems: list[object] = []
         previous, sys.unraisablehook = sys.unraisablehook, problems.append
         try:
             with Client(stack.address) as client, client.stream(PROMPT, ENDLESS) as stream:
                 for _ in stream:
+                    assert stack.status("verify").num_held_pages > 0
                     break
             del stream
             gc.collect()
@@ -298,26 +282,12 @@ class TestTargetAlone:
             bare.client.generate(prompt_token_ids=[3], params=SamplingParams(stop=("x",)))
 
 
-class TestHealthAndReflection:
-    NAMES = ("GenerationService", "DraftService", "VerifyService")
-
-    def addresses(self, stack: LocalStack) -> list[tuple[str, str]]:
-        found = (stack.address, stack.draft_address, stack.verify_address)
-        return [(f"specwire.v1.{name}", address) for name, address in zip(self.NAMES, found, strict=True)]
-
-    def test_every_service_is_serving(self, stack: LocalStack) -> None:
-        for name, address in self.addresses(stack):
-            with grpc.insecure_channel(address) as channel:
-                health = health_pb2_grpc.HealthStub(channel)
-                for asked in ("", name):
-                    answer = health.Check(health_pb2.HealthCheckRequest(service=asked), timeout=5)
-                    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-    def test_reflection_lists_the_service(self, stack: LocalStack) -> None:
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        for name, address in self.addresses(stack):
-            with grpc.insecure_channel(address) as channel:
-                stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-                answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
-            listed = {service.name for service in answer.list_services_response.service}
-            assert listed >= {name, "grpc.health.v1.Health"}
+def test_reflection_lists_the_service(stack: LocalStack) -> None:
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    addresses = {"Generation": stack.address, "Draft": stack.draft_address, "Verify": stack.verify_address}
+    for name, address in addresses.items():
+        with grpc.insecure_channel(address) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
+        listed = {service.name for service in answer.list_services_response.service}
+        assert listed >= {f"specwire.v1.{name}Service", "grpc.health.v1.Health"}
