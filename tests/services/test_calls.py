@@ -76,22 +76,20 @@ async def _read_on(call: Any) -> None:
 
 
 class TestFirstMessage:
-    @pytest.mark.parametrize("service", STREAMS)
-    async def test_a_silent_stream_is_ended(self, stack: LocalStack, service: str) -> None:
+    @pytest.mark.parametrize(
+        ("service", "method"),
+        [*STREAMS.items(), *(("verify", method) for method in (MODEL_INFO, WATCH, CHECK))],
+    )
+    async def test_a_silent_call_is_ended(self, stack: LocalStack, service: str, method: str) -> None:
+        """A stream, and a call that needs one message."""
         addresses = {"draft": stack.draft_address, "verify": stack.verify_address}
         async with connected(addresses.get(service, stack.address)) as channel:
             started_s = time.monotonic()
-            code, error = await error_of(channel.stream_stream(STREAMS[service])())
+            code, error = await error_of(channel.stream_stream(method)())
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
             assert isinstance(error, DeadlineExceededError)
             assert str(error) == "first message: not received within 1 s"
             assert PATIENCE_S <= time.monotonic() - started_s < 10.0
-
-    @pytest.mark.parametrize("method", [MODEL_INFO, WATCH, CHECK])
-    async def test_so_is_a_call_that_needs_one_message(self, stack: LocalStack, method: str) -> None:
-        async with connected(stack.verify_address) as channel:
-            code, _ = await error_of(channel.stream_stream(method)())
-            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
     async def test_a_call_without_its_one_message_is_refused(self, stack: LocalStack) -> None:
         async with connected(stack.verify_address) as channel:

@@ -74,12 +74,6 @@ class TestCompletions:
         assert last.usage.completion_tokens == 24
         assert record["timing"]["verify_ms"] > 0
 
-    def test_a_known_prefix_is_reported_as_cached(self, here: Fronted) -> None:
-        prompt = list(range(40, 140))
-        complete(here, prompt=prompt)
-        usage = complete(here, prompt=prompt).usage
-        assert 0 < usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens == 100
-
     def test_fates_and_progress_are_sent_on_request(self, here: Fronted) -> None:
         options = {"stream_options": {"include_usage": True}, "extra_body": {"return_fates": True}}
         *chunks, _, last = complete(here, stream=True, **options)
