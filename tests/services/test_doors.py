@@ -43,36 +43,24 @@ from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfi
 from specwire.config.stack import UpConfig
 from specwire.rpc.channel import open_channel
 from specwire.rpc.connecting import CLIENT, PEER
-from specwire.v1 import (
-    draft_pb2,
-    draft_pb2_grpc,
-    generation_pb2,
-    generation_pb2_grpc,
-    verify_pb2,
-    verify_pb2_grpc,
-)
 from tests.support.certificates import Authority, Pair
 from tests.support.harness import LocalStack, local_stack, on_own_loop
 from verify_service.__main__ import main as verify_main
 
 TARGET = "emulated:step_ms=0.5"
 DRAFT = "emulated:step_ms=0.1,alpha=0.8"
-SERVICES = ("coordinator", "draft", "verify")
 
 OK = grpc.StatusCode.OK
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 TYPES = {UNAVAILABLE: ServiceUnavailableError, UNAUTHENTICATED: UnauthenticatedError}
 
-METHODS: dict[str, tuple[Any, str, Any]] = {
-    "coordinator": (
-        generation_pb2_grpc.GenerationServiceStub,
-        "Generate",
-        generation_pb2.GetModelInfoRequest(),
-    ),
-    "draft": (draft_pb2_grpc.DraftServiceStub, "Draft", draft_pb2.DraftServiceGetModelInfoRequest()),
-    "verify": (verify_pb2_grpc.VerifyServiceStub, "Verify", verify_pb2.VerifyServiceGetModelInfoRequest()),
+SERVICES = {
+    "coordinator": ("/specwire.v1.GenerationService", "Generate"),
+    "draft": ("/specwire.v1.DraftService", "Draft"),
+    "verify": ("/specwire.v1.VerifyService", "Verify"),
 }
+"""With their streams."""
 
 
 class Keys:
@@ -222,11 +210,10 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 async def statuses(service: str, address: str, credentials: Credentials) -> dict[str, grpc.StatusCode]:
     """What a service says to its handshake and to its stream, which has no request."""
-    stub_type, stream, request = METHODS[service]
+    name, stream = SERVICES[service]
     async with open_channel(address, credentials=credentials) as channel:
-        stub = stub_type(channel)
-        unary = await status_of(stub.GetModelInfo(request, timeout=10))
-        call = getattr(stub, stream)(timeout=10)
+        unary = await status_of(channel.unary_unary(f"{name}/GetModelInfo")(b"", timeout=10))
+        call = channel.stream_stream(f"{name}/{stream}")(timeout=10)
         if unary is OK:
             await call.done_writing()  # else it ends by itself
         return {"GetModelInfo": unary, stream: await call.code()}
@@ -240,7 +227,7 @@ def test_status_by_credentials(
     found = asyncio.run(statuses(service, worlds[case.world][service], case.credentials(keys)))
     empty = grpc.StatusCode.INVALID_ARGUMENT  # from the method: a generation needs a prompt
     stream = empty if service == "coordinator" and case.status is OK else case.status
-    assert found == {"GetModelInfo": case.status, METHODS[service][1]: stream}
+    assert found == {"GetModelInfo": case.status, SERVICES[service][1]: stream}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -33,6 +33,8 @@ MB = 1 << 20
 COMPLETIONS = "/v1/completions"
 LAST_CHUNK = b"0\r\n\r\n"
 here = entered(lambda: fronted("emulated:step_ms=1"))
+quick = entered(lambda: local_stack("emulated:step_ms=0,token_us=0"))
+"""Makes tokens faster than they are read."""
 
 
 @pytest.fixture(scope="module")
@@ -293,13 +295,6 @@ class TestConnections:
             connection.sendall(request(model=here.model)[:-1])
             connection.shutdown(socket.SHUT_WR)
             assert received(connection) == b""
-
-
-@pytest.fixture(scope="module")
-def quick() -> Iterator[LocalStack]:
-    """Makes tokens faster than they are read."""
-    with local_stack("emulated:step_ms=0,token_us=0") as running:
-        yield running
 
 
 class TestUnreadResponses:
