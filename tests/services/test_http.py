@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, cast
 
+import httpx2
 import openai
 import pytest
+from openai.types.responses import Response
 
 from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
 from specwire.config.client import HttpConfig
@@ -38,8 +40,15 @@ def chat(here: Fronted, **changes: Any) -> Any:
     return here.openai.chat.completions.create(**request | changes)
 
 
-def by_sdk(here: Fronted, **params: Any) -> Any:
-    return here.stack.client.generate(PROMPT, SamplingParams(**{"max_tokens": 24, "seed": 7} | params))
+def by_sdk(here: Fronted, messages: Any = None, **params: Any) -> Any:
+    settings = SamplingParams(**{"max_tokens": 24, "seed": 7} | params)
+    return here.stack.client.generate(None if messages else PROMPT, settings, messages=messages)
+
+
+def respond(here: Fronted, **changes: Any) -> Any:
+    request: dict[str, Any] = {"model": here.model, "input": QUESTION[0]["content"], "max_output_tokens": 24}
+    extra = {"seed": 7} | changes.pop("extra_body", {})
+    return here.openai.responses.create(**request | changes, extra_body=extra)
 
 
 class TestCompletions:
@@ -219,8 +228,7 @@ class TestCompletions:
 
 class TestChat:
     def test_the_text_is_that_of_the_sdk(self, here: Fronted) -> None:
-        answer = chat(here)
-        done = here.stack.client.generate(messages=QUESTION, params=SamplingParams(max_tokens=24, seed=7))
+        answer, done = chat(here), by_sdk(here, messages=QUESTION)
         assert answer.choices[0].message.content == done.text
         assert answer.choices[0].message.role == "assistant"
         assert answer.object == "chat.completion"
@@ -263,6 +271,147 @@ class TestChat:
         assert usage.total_tokens <= extra["max_model_len"]
         limited = chat(here, max_tokens=None, max_completion_tokens=5)
         assert limited.usage.completion_tokens == 5
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "x"}
+TOOL = {"type": "function", "name": "f"}
+
+
+def said(kind: str, text: str) -> dict[str, str]:
+    """A part of a message."""
+    return {"type": kind, "text": text}
+
+
+class TestResponses:
+    """`/v1/responses`."""
+
+    def test_the_text_is_that_of_the_sdk(self, here: Fronted) -> None:
+        answer, done = respond(here), by_sdk(here, messages=QUESTION)
+        assert answer.output_text == done.text
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert answer.usage.input_tokens == done.usage.prompt_tokens
+        assert answer.usage.output_tokens == 24
+        assert answer.specwire["seed"] == 7
+
+    def test_input_and_instructions_are_one_conversation(self, here: Fronted) -> None:
+        before = respond(here)
+        history = [*QUESTION, *(item.model_dump(exclude_none=True) for item in before.output)]
+        history.append({"role": "user", "content": [said("input_text", "And a stack?")]})
+        answer = respond(here, input=history, instructions="Be brief.", temperature=0.5, top_p=0.9)
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            *QUESTION,
+            {"role": "assistant", "content": before.output_text},
+            {"role": "user", "content": "And a stack?"},
+        ]
+        assert answer.output_text == by_sdk(here, messages=messages, temperature=0.5, top_p=0.9).text
+        assert (answer.temperature, answer.top_p, answer.instructions) == (0.5, 0.9, "Be brief.")
+
+    def test_a_history_with_calls_is_that_of_the_chat(self, here: Fronted) -> None:
+        """Text and calls of one response are one turn."""
+        call = {"name": "weather", "arguments": '{"city": "Ulm"}'}
+        history = [
+            *QUESTION,
+            {"type": "message", "role": "assistant", "content": [said("output_text", "Let me see.")]},
+            {"type": "function_call", "call_id": "c1", "id": "fc_1", "status": "completed", **call},
+            {"type": "function_call", "call_id": "c2", **call},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "c2", "output": [said("input_text", "sun")]},
+        ]
+        function = {"name": "weather", "arguments": {"city": "Ulm"}}
+        calls = [{"type": "function", "id": f"c{i}", "function": function} for i in (1, 2)]
+        messages = [
+            *QUESTION,
+            {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+        ]
+        answer, done = respond(here, input=history), by_sdk(here, messages=messages)
+        assert (answer.usage.input_tokens, answer.output_text) == (done.usage.prompt_tokens, done.text)
+
+    def test_one_that_ends_by_itself_is_complete(self, here: Fronted) -> None:
+        first = by_sdk(here, messages=QUESTION).token_ids[0]
+        answer = respond(here, extra_body={"stop_token_ids": [first]})
+        assert (answer.status, answer.incomplete_details) == ("completed", None)
+        effort = respond(here, reasoning={"effort": "low"}, max_output_tokens=1)
+        assert effort.usage.input_tokens > answer.usage.input_tokens
+        assert effort.reasoning.effort == "low"
+
+    def test_the_events_of_a_stream(self, here: Fronted) -> None:
+        events = list(respond(here, stream=True))
+        kinds = [event.type for event in events]
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert kinds == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            *["response.output_text.delta"] * len(deltas),
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.incomplete",
+        ]
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        last: Response = events[-1].response
+        done = by_sdk(here, messages=QUESTION)
+        assert "".join(deltas) == last.output_text == events[len(deltas) + 4].text == done.text
+        assert len(deltas) > 1
+        assert last.usage is not None
+        assert last.usage.output_tokens == 24
+        extra = {"seed": 7, "stop_token_ids": [done.token_ids[9]]}
+        asked = QUESTION[0]["content"]
+        with here.openai.responses.stream(model=here.model, input=asked, extra_body=extra) as stream:
+            whole = stream.get_final_response()
+        assert done.text.startswith(whole.output_text)
+        assert whole.output_text, "their own accumulator follows it"
+
+    def test_events_are_named_on_the_wire(self, here: Fronted) -> None:
+        body = {"model": here.model, "input": "x", "max_output_tokens": 1, "stream": True}
+        text = httpx2.post(f"{here.url}/v1/responses", json=body).text
+        assert text.startswith(
+            'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
+        )
+        assert "[DONE]" not in text
+
+    def test_an_error_in_mid_stream_is_an_event(self, here: Fronted) -> None:
+        """Of the deadline, which is the front's own."""
+        with front(here.stack.address, timeout_s=0.4) as address:
+            body = {"model": here.model, "input": "x", "stream": True, "ignore_eos": True}
+            text = httpx2.post(f"http://{address}/v1/responses", json=body, timeout=30).text
+        last = text.strip().split("\n\n")[-1]
+        assert last.startswith("event: error\ndata: ")
+        assert '"code":"deadline_exceeded"' in last
+
+    @pytest.mark.parametrize(
+        ("changes", "param"),
+        [
+            ({"store": True}, "store"),
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"background": True}, "background"),
+            ({"truncation": "auto"}, "truncation"),
+            ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+            ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"input": []}, "input"),
+            ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+            ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]"),
+            ({"input": [CALL | {"arguments": "["}]}, "input[0].arguments"),
+            ({"input": [*QUESTION, CALL, RESULT | {"call_id": "c2"}]}, "input[2].call_id"),
+            ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
+            ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+            ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "tools"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"extra_body": {"n": 2}}, "n"),
+            ({"extra_body": {"max_tokens": 2}}, "max_tokens"),
+        ],
+    )
+    def test_refusals(self, here: Fronted, changes: dict[str, Any], param: str) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            respond(here, **changes)
+        assert refused.value.param == param
 
 
 class TestTogether:
