@@ -52,12 +52,3 @@ class TestPairs:
             local_stack(pair[0], other),
         ):
             pass
-
-    def test_vocabularies_without_tokenizers(self, tmp_path: Path) -> None:
-        target = save_target(tmp_path / "wide")
-        draft_model = save_target(tmp_path / "narrow", vocab_size=90)
-        with (
-            refused(HandshakeError, "'wide'", "'narrow'", "97 and 90"),
-            local_stack(target, draft_model),
-        ):
-            pass

@@ -11,13 +11,10 @@ import jsonschema
 import openai
 import pytest
 import torch
-from tokenizers import AddedToken, decoders, models
-from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from specwire import embedded
-from tests.support import tiny_models
 from tests.support.fronts import Fronted, fronted
+from tests.support.languages import save_speaker
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 
 TEMPLATE = (
@@ -53,8 +50,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
         yield running
 
 
-def save_speaker(directory: Path) -> Path:
-    """A model that goes from each token to the next one, and a tokenizer with the pieces as its tokens."""
+def save_caller(directory: Path) -> Path:
+    """A model that goes from each token to the next one: from Q over the pieces to the end."""
     model = markov_model()
     with torch.no_grad():
         inputs = model.get_input_embeddings().weight
@@ -64,22 +61,14 @@ def save_speaker(directory: Path) -> Path:
             )
         )
         model.lm_head.weight.copy_(inputs.roll(1, 0))
-    texts = [f"<{i}>" for i in range(MARKOV_VOCAB_SIZE)]
-    texts[: len(PIECES) + 2] = ["Q", *PIECES, "<end>"]
-    end_id = len(PIECES) + 1
-    model.config.eos_token_id = model.generation_config.eos_token_id = end_id
-    backend = Backend(models.BPE({text: i for i, text in enumerate(texts)}, []))
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken("<end>", special=True)])
-    known = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    known.chat_template = "{# <tool_call> #}{% if tools %}Q{% endif %}Q"
-    known.save_pretrained(directory)
-    return tiny_models.save(model, directory)
+    save_speaker(model, directory, ["", "<1>", "<2>", "Q", *PIECES])
+    (directory / "chat_template.jinja").write_text("{# <tool_call> #}{% if tools %}Q{% endif %}Q")
+    return directory
 
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
-    with fronted(save_speaker(tmp_path_factory.mktemp("speaker"))) as running:
+    with fronted(save_caller(tmp_path_factory.mktemp("speaker"))) as running:
         yield running
 
 
