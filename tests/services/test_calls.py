@@ -19,7 +19,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import verify_service.service
-from specwire import DeadlineExceededError, InvalidRequestError, ResourceExhaustedError, SamplingParams
+from specwire import (
+    AsyncClient,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    RetryPolicy,
+    SamplingParams,
+)
 from specwire.config.services import VerifyConfig
 from specwire.rpc import interceptor as calls
 from specwire.rpc import private
@@ -132,15 +139,9 @@ class TestLimits:
                 call = channel.stream_stream(STREAMS["coordinator"])()
                 await call.wait_for_connection()
                 call.cancel()
-        params = SamplingParams(max_tokens=3)
-        deadline_s = time.monotonic() + 10
-        while True:
-            with contextlib.suppress(ResourceExhaustedError):
-                done = await asyncio.to_thread(
-                    stack.client.generate, params=params, prompt_token_ids=[1], timeout_s=5
-                )
-                break
-            assert time.monotonic() < deadline_s
+        patient = RetryPolicy(wait_when_full=True)
+        async with AsyncClient(stack.address, timeout_s=10, retry=patient) as client:
+            done = await client.generate(params=SamplingParams(max_tokens=3), prompt_token_ids=[1])
         assert len(done.token_ids) == 3
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 

@@ -212,20 +212,6 @@ class TestStream:
         assert problems == []
         stack.assert_idle_within(1.0)
 
-
-class TestAsync:
-    async def test_same_text_as_the_sync_client(self, stack: LocalStack) -> None:
-        params = SamplingParams(max_tokens=30, seed=9)
-        async with AsyncClient(stack.address) as client:
-            done = await client.generate(PROMPT, params)
-            async with client.stream(PROMPT, params) as stream:
-                ids = [token_id async for chunk in stream for token_id in chunk.token_ids]
-                assert ids == list(stream.completion.token_ids)
-            assert (await client.get_model_info())[0].name == "target"
-            assert (await client.get_status()).num_running == 0
-        sync = await asyncio.to_thread(stack.client.generate, PROMPT, params)
-        assert done.token_ids == sync.token_ids == tuple(ids)
-
     async def test_cancelling_the_task_cancels_the_generation(self, stack: LocalStack) -> None:
         async with AsyncClient(stack.address) as client:
             started = asyncio.Event()
@@ -240,13 +226,6 @@ class TestAsync:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await asyncio.to_thread(stack.assert_idle_within, 1.0)
-
-    async def test_a_timeout_of_the_caller_is_a_timeout(self, stack: LocalStack) -> None:
-        async with AsyncClient(stack.address) as client:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await client.generate(PROMPT, ENDLESS)
             await asyncio.to_thread(stack.assert_idle_within, 1.0)
 
 

@@ -52,8 +52,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     COMPLETIONS: [
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
-        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": 2**21}, "max_tokens", "context_length_exceeded"),
         ({"max_tokens": 2**31}, "max_tokens", "invalid_value"),
@@ -74,9 +72,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"num_draft_tokens": 65}, "num_draft_tokens", "invalid_value"),
         ({"draft": "eagle"}, "draft", "invalid_value"),
         ({"draft": "off", "num_draft_tokens": 4}, "draft", "invalid_value"),
-        ({"max_depth": 65}, "max_depth", "invalid_value"),
         ({"max_depth": 4, "rule": "rejection"}, "max_depth", "invalid_value"),
-        ({"max_depth": 4, "rule": "block"}, "max_depth", "invalid_value"),
         ({"echo": True, "n": 2, "use_beam_search": True}, "echo", "invalid_value"),
         ({"best_of": 2}, "best_of", "unsupported_value"),
         ({"suffix": "x"}, "suffix", "unsupported_value"),
@@ -175,11 +171,10 @@ def test_the_client_raises_its_own_types(here: Fronted) -> None:
 
 
 def test_every_response_has_a_request_id(here: Fronted) -> None:
-    for headers, expected in (({}, "req-"), ({"x-request-id": "mine-1"}, "mine-1")):
+    for given, expected in ((None, "req-"), ("mine-1", "mine-1"), ("no spaces", "req-")):
+        headers = {"x-request-id": given} if given else {}
         _, _, found = post(here, COMPLETIONS, completion(here), **headers)
         assert found["x-request-id"].startswith(expected)
-    _, _, found = post(here, COMPLETIONS, completion(here), **{"x-request-id": "no spaces"})
-    assert found["x-request-id"].startswith("req-")
 
 
 def test_a_defect_has_one_too(here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:

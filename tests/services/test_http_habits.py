@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from specwire.text.tokenizer import Tokenizer, load
 from tests.support.fronts import CHAT_TEMPLATE, Fronted, front, fronted
+from tests.support.processes import wait_until
 
 ELSEWHERE = "https://app.example"
 UNKNOWN: dict[str, Any] = {"prompt": "x", "max_tokens": 1, "mirostat": 2, "top_a": 0.5}
@@ -151,9 +151,8 @@ class TestAboutTheServer:
                 httpx2.post(f"http://{address}/v1/completions", json=body)
             for path in ("/v1/models/another", "/not/there"):
                 httpx2.get(f"http://{address}{path}")
-            ends_s = time.monotonic() + 10
-            while found() != expected:  # a request is counted a moment after its response has ended
-                assert time.monotonic() < ends_s, found()
+            # A request is counted a moment after its response has ended.
+            wait_until(lambda: found() == expected, 10)
 
 
 class TestDescription:
