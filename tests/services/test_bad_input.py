@@ -296,18 +296,6 @@ class TestRawVerify:
         assert answer.num_rows == [3]
 
 
-def set_to(name: str, value: Any) -> Callable[[Any], None]:
-    """Change a column as a whole."""
-
-    def change(message: Any) -> None:
-        if isinstance(value, bytes):
-            setattr(message, name, value)
-        else:
-            getattr(message, name)[:] = value
-
-    return change
-
-
 #: Of each service: a column that does not fit the others, and the refusal.
 COLUMNS: dict[str, Sequence[tuple[str, Any, str]]] = {
     "both": (
@@ -353,9 +341,12 @@ class TestColumns:
         self, stack: LocalStack, make: Make, name: str, value: Any, said: str
     ) -> None:
         role, message = SIDES[make]
-        wrong, inner = message(make(1), make(2), opened=[opening(1), opening(2)]), name.split(".")
-        changed = getattr(wrong, inner[0]) if len(inner) > 1 else wrong
-        set_to(inner[-1], value)(changed)
+        wrong, (*outer, inner) = message(make(1), make(2), opened=[opening(1), opening(2)]), name.split(".")
+        changed = getattr(wrong, outer[0]) if outer else wrong
+        if isinstance(value, bytes):
+            setattr(changed, inner, value)
+        else:
+            getattr(changed, inner)[:] = value
         with raw_stream(stack, role) as stream, refused(InvalidRequestError, said):
             stream.ask(wrong)
 

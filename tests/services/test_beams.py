@@ -252,7 +252,14 @@ def test_a_search_goes_on_at_another_replica(pair: tuple[Path, Path], fault: str
     with contextlib.ExitStack() as stack:
         several = [stack.enter_context(local_stack(target, each, **paced)) for each in (draft, None)]
         proxies = [cast(StackProxy, each.verify_proxy) for each in several]
-        client = stack.enter_context(coordinator_of(proxies, several[0].draft_address))
+        config = CoordinatorConfig(
+            verify_address=",".join(each.address for each in proxies),
+            draft_address=several[0].draft_address,
+            draft_timeout_ms=60_000.0,
+            grace_s=0.0,
+        )
+        address = stack.enter_context(on_own_loop(lambda: coordinator.service.serving(config)))
+        client = stack.enter_context(Client(address))
         before = [each.status("verify").num_steps for each in several]
         searching = stack.enter_context(ThreadPoolExecutor(1)).submit(
             client.generate, params=params, prompt_token_ids=PROMPTS[0]
@@ -273,19 +280,6 @@ def test_a_search_goes_on_at_another_replica(pair: tuple[Path, Path], fault: str
         assert done.timing.failover_ms > 0
         proxies[victim].resume()
     check(done, expected("llama", PROMPTS[0], params))
-
-
-@contextlib.contextmanager
-def coordinator_of(verifies: Sequence[StackProxy], draft_address: str) -> Iterator[Client]:
-    """A client of a coordinator with these replicas."""
-    config = CoordinatorConfig(
-        verify_address=",".join(each.address for each in verifies),
-        draft_address=draft_address,
-        draft_timeout_ms=60_000.0,
-        grace_s=0.0,
-    )
-    with on_own_loop(lambda: coordinator.service.serving(config)) as address, Client(address) as client:
-        yield client
 
 
 REFUSED: dict[str, dict[str, Any]] = {
