@@ -371,11 +371,6 @@ class TestRotation:
 class TestCommandLine:
     WORDS = ("generate", "--token-ids", "1,2,3", "--max-tokens", "4", "--seed", "1")
 
-    def words(self, address: str, keys: Keys) -> list[str]:
-        cert, key = keys.client
-        shown = ["--client-cert", cert, "--client-key", key]
-        return [*self.WORDS, "--server", address, "--tls-ca", keys.ours.path, *shown]
-
     def test_the_line_that_up_suggests_is_admitted(
         self, worlds: dict[str, dict[str, str]], keys: Keys
     ) -> None:
@@ -394,7 +389,9 @@ class TestCommandLine:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        words = self.words(worlds["locked"]["coordinator"], keys)
+        cert, key = keys.client
+        words = [*self.WORDS, "--server", worlds["locked"]["coordinator"]]
+        words += ["--tls-ca", keys.ours.path, "--client-cert", cert, "--client-key", key]
         assert cli.main([*words, "--token-file", keys.token_file]) == 0
         monkeypatch.setenv("SPECWIRE_TOKEN", keys.token)
         assert cli.main(words) == 0
@@ -414,36 +411,29 @@ class TestCommandLine:
         assert "unrecognized arguments: --token=x" in capsys.readouterr().err
 
 
-class TestHolders:
-    """What the coordinator does with the limits of a token."""
-
-    @pytest.fixture
-    def few(self, tmp_path: Path) -> Iterator[tuple[str, str, str]]:
-        """An address, and two tokens for it, the first one with limits."""
-        token, line = make_token("few", max_running=1, max_waiting=1, max_tokens=200)
-        other, other_line = make_token("other")
-        (tmp_path / "tokens").write_text(f"{line}\n{other_line}\n")
-        with local_stack(TARGET, coordinator_options={"tokens": str(tmp_path / "tokens")}) as stack:
-            yield stack.address, token, other
-
-    async def test_limits_of_a_token(self, few: tuple[str, str, str]) -> None:
-        address, token, other = few
-        params, prompt = SamplingParams(max_tokens=200, ignore_eos=True), [1]
+async def test_limits_of_a_token(tmp_path: Path) -> None:
+    """And another one, which has none."""
+    token, line = make_token("few", max_running=1, max_waiting=1, max_tokens=200)
+    other, other_line = make_token("other")
+    (tmp_path / "tokens").write_text(f"{line}\n{other_line}\n")
+    asked: dict[str, Any] = {
+        "params": SamplingParams(max_tokens=200, ignore_eos=True),
+        "prompt_token_ids": [1],
+    }
+    with local_stack(TARGET, coordinator_options={"tokens": str(tmp_path / "tokens")}) as stack:
         async with (
-            AsyncClient(address, token=token) as client,
-            AsyncClient(address, token=other) as free,
-            client.stream(params=params, prompt_token_ids=prompt) as running,
+            AsyncClient(stack.address, token=token) as client,
+            AsyncClient(stack.address, token=other) as free,
+            client.stream(**asked) as running,
         ):
             await anext(running)  # and no further: it pauses, and keeps its place for a second
-            both = [
-                asyncio.create_task(client.generate(params=params, prompt_token_ids=prompt)) for _ in range(2)
-            ]
+            both = [asyncio.create_task(client.generate(**asked)) for _ in range(2)]
             done, waiting = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             with pytest.raises(ResourceExhaustedError, match="1 generations of few run, 1 wait"):
                 await done.pop()
             with pytest.raises(InvalidRequestError, match="max_tokens=201: is over the 200"):
-                await client.generate(params=SamplingParams(max_tokens=201), prompt_token_ids=prompt)
-            assert len((await free.generate(params=params, prompt_token_ids=prompt)).token_ids) == 200
+                await client.generate(params=SamplingParams(max_tokens=201), prompt_token_ids=[1])
+            assert len((await free.generate(**asked)).token_ids) == 200
             async for _ in running:
                 pass
             assert len((await waiting.pop()).token_ids) == 200
