@@ -169,7 +169,7 @@ def addresses_of(stack: LocalStack) -> dict[str, str]:
 
 
 def locked_stack(keys: Keys, options: dict[str, Any]) -> contextlib.AbstractContextManager[LocalStack]:
-    every = {"verify_options": options, "draft_options": options}
+    every: dict[str, Any] = {"verify_options": options, "draft_options": options}
     return local_stack(TARGET, DRAFT, coordinator_options=options | keys.peer, **every)
 
 
@@ -411,29 +411,36 @@ class TestCommandLine:
         assert "unrecognized arguments: --token=x" in capsys.readouterr().err
 
 
-async def test_limits_of_a_token(tmp_path: Path) -> None:
-    """And another one, which has none."""
-    token, line = make_token("few", max_running=1, max_waiting=1, max_tokens=200)
-    other, other_line = make_token("other")
-    (tmp_path / "tokens").write_text(f"{line}\n{other_line}\n")
-    asked: dict[str, Any] = {
-        "params": SamplingParams(max_tokens=200, ignore_eos=True),
-        "prompt_token_ids": [1],
-    }
-    with local_stack(TARGET, coordinator_options={"tokens": str(tmp_path / "tokens")}) as stack:
+class TestHolders:
+    """What the coordinator does with the limits of a token."""
+
+    @pytest.fixture
+    def few(self, tmp_path: Path) -> Iterator[tuple[str, str, str]]:
+        """An address, and two tokens for it, the first one with limits."""
+        token, line = make_token("few", max_running=1, max_waiting=1, max_tokens=200)
+        other, other_line = make_token("other")
+        (tmp_path / "tokens").write_text(f"{line}\n{other_line}\n")
+        with local_stack(TARGET, coordinator_options={"tokens": str(tmp_path / "tokens")}) as stack:
+            yield stack.address, token, other
+
+    async def test_limits_of_a_token(self, few: tuple[str, str, str]) -> None:
+        address, token, other = few
+        params, prompt = SamplingParams(max_tokens=200, ignore_eos=True), [1]
         async with (
-            AsyncClient(stack.address, token=token) as client,
-            AsyncClient(stack.address, token=other) as free,
-            client.stream(**asked) as running,
+            AsyncClient(address, token=token) as client,
+            AsyncClient(address, token=other) as free,
+            client.stream(params=params, prompt_token_ids=prompt) as running,
         ):
             await anext(running)  # and no further: it pauses, and keeps its place for a second
-            both = [asyncio.create_task(client.generate(**asked)) for _ in range(2)]
+            both = [
+                asyncio.create_task(client.generate(params=params, prompt_token_ids=prompt)) for _ in range(2)
+            ]
             done, waiting = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             with pytest.raises(ResourceExhaustedError, match="1 generations of few run, 1 wait"):
                 await done.pop()
             with pytest.raises(InvalidRequestError, match="max_tokens=201: is over the 200"):
-                await client.generate(params=SamplingParams(max_tokens=201), prompt_token_ids=[1])
-            assert len((await free.generate(**asked)).token_ids) == 200
+                await client.generate(params=SamplingParams(max_tokens=201), prompt_token_ids=prompt)
+            assert len((await free.generate(params=params, prompt_token_ids=prompt)).token_ids) == 200
             async for _ in running:
                 pass
             assert len((await waiting.pop()).token_ids) == 200

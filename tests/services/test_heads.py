@@ -288,7 +288,12 @@ def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     """From a text to a file that `layers:auto` reads, and a picture."""
     pytest.importorskip("bayes_opt")
     out, picture = tmp_path / "found.json", tmp_path / "search.png"
-    given = {"target": "embedded", "text": str(text), "out": str(out), "picture": str(picture)}
+    given: dict[str, Any] = {
+        "target": "embedded",
+        "text": str(text),
+        "out": str(out),
+        "picture": str(picture),
+    }
     search_layers(SearchLayersConfig(**given, trials=4, prompts=1, num_threads=1))
     assert "4 sets tried" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
