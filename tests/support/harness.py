@@ -76,6 +76,17 @@ class LoopThread:
         self.loop.close()
 
 
+@contextlib.contextmanager
+def on_own_loop(make: Callable[[], Any]) -> Iterator[Any]:
+    """What an async context manager yields that runs on an event loop of its own."""
+    thread = LoopThread()
+    try:
+        with thread.entered(make) as value:
+            yield value
+    finally:
+        thread.close()
+
+
 class StackProxy:
     """A delay proxy on another loop, for the test's thread; each call is done when it returns."""
 
