@@ -105,20 +105,6 @@ def test_a_front_that_cannot_have_it_says_why(
             )
 
 
-def test_replicas_have_the_same_tokenizer(thread: LoopThread, verify: str, tmp_path: Path) -> None:
-    """With the same weights and tokens, and another chat template."""
-    shutil.copytree(embedded.TARGET_DIR, tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}")
-    config = VerifyConfig(address=LOOPBACK, model=str(tmp_path / "model"), num_threads=1, grace_s=0.0)
-    with thread.entered(lambda: verify_service.service.serving(config)) as other:
-        both = CoordinatorConfig(address=LOOPBACK, verify_address=f"{verify},{other}", grace_s=0.0)
-        with thread.entered(lambda: coordinator.service.serving(both)) as found, Client(found) as client:
-            [left_out] = [
-                each.unavailable for each in client.get_status().verify_replicas if each.unavailable
-            ]
-            assert "tokenizer_hash=" in left_out
-
-
 def test_a_tokenizer_that_cannot_be_sent_is_named(
     thread: LoopThread, verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
