@@ -32,7 +32,7 @@ from specwire.rpc.wire import model as model_wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2_grpc
 from tests.support.fixtures import entered
-from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.harness import LocalStack, local_stack, started_coordinators, started_services
 from tests.support.integrity import check_integrity
 from tests.support.model_streams import SequenceFailedError, raw_stream, verify
 from tests.support.paused import most_ahead, opening
@@ -90,20 +90,17 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(*, verify_ahead: bool = True, **options: Any) -> Iterator[Watched]:
-    servicers: list[GenerationServicer] = []
     streams: list[VerifyStream] = []
+    init = VerifyStream.__init__
 
-    def noted(init: Any, found: list[Any]) -> Any:
-        def noting(self: Any, *args: Any, **named: Any) -> None:
-            init(self, *args, **named)
-            found.append(self)
-
-        return noting
+    def noted(self: VerifyStream, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        streams.append(self)
 
     coordinator = {"num_outcomes": "8", "verify_ahead": verify_ahead}
     with (
-        mock.patch.object(GenerationServicer, "__init__", noted(GenerationServicer.__init__, servicers)),
-        mock.patch.object(VerifyStream, "__init__", noted(VerifyStream.__init__, streams)),
+        mock.patch.object(VerifyStream, "__init__", noted),
+        started_coordinators() as servicers,
         started_services() as services,
         local_stack(TARGET, DRAFT, coordinator_options=coordinator, **options) as stack,
     ):
@@ -371,27 +368,15 @@ def opened(prompt_len: int, *, may_go_on: bool = True, **fields: Any) -> common_
 
 
 class TestRefusals:
-    """By name, and one sequence at a time."""
+    """By name, and one sequence at a time; of values out of range: `test_wire_limits`."""
 
-    @pytest.mark.parametrize(
-        ("order", "may_go_on", "problem"),
-        [
-            (AheadOrder(1, 1, [], Proposal(3, [4])), False, "without may_go_on"),
-            (AheadOrder(1, 0, [], Proposal(3, [4])), True, "ahead_ids=0: must be over 0"),
-            (AheadOrder(1, 1, [], Proposal(-1, [4])), True, "base_lens=-1"),
-            (AheadOrder(1, 1, [], Proposal(3, [4] * 65)), True, "num_tokens=65"),
-            (
-                VerifyOrder(1, 1, 3, (), ahead_id=5),
-                True,
-                "ahead_ids=5: is not what the sequence goes on with",
-            ),
-        ],
-    )
-    def test_of_what_cannot_be_begun(
-        self, on: Watched, order: AheadOrder | VerifyOrder, may_go_on: bool, problem: str
-    ) -> None:
-        with raw_stream(on.stack, "verify") as stream, pytest.raises(SequenceFailedError, match=problem):
-            stream.ask(verify(order, opened=[opened(3, may_go_on=may_go_on)]))
+    def test_of_a_sequence_that_may_not_go_on(self, on: Watched) -> None:
+        order = AheadOrder(1, 1, [], Proposal(3, [4]))
+        with (
+            raw_stream(on.stack, "verify") as stream,
+            pytest.raises(SequenceFailedError, match="without may_go_on"),
+        ):
+            stream.ask(verify(order, opened=[opened(3, may_go_on=False)]))
 
     @pytest.mark.parametrize(
         ("change", "problem"),
