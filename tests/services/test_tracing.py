@@ -47,30 +47,28 @@ def run(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_a_process_exports_its_spans_at_exit() -> None:
+def test_a_process_exports_its_spans_at_exit_and_says_which_process_it_is() -> None:
+    """Its name and its resource are as the environment says."""
     with OtlpReceiver() as receiver:
+        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
         before = time.time_ns()
-        done = run(ONE_SPAN, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint)
-        [span] = receiver.wait_for(bool)
-    assert (span.name, span.service_name, span.parent_id) == ("generate", "specwire-test", "")
+        done = run(ONE_SPAN, **endpoint, OTEL_RESOURCE_ATTRIBUTES="zone=a,service.name=from-resource")
+        attributes = "zone=b,k8s.pod.name=b,host.name=c"
+        run(ONE_SPAN, **endpoint, OTEL_RESOURCE_ATTRIBUTES=attributes, OTEL_SERVICE_NAME="from-name")
+        span, other = receiver.wait_for(lambda spans: len(spans) == 2)
+    assert (span.name, span.parent_id) == ("generate", "")
     assert span.attributes == {"a": 1, "c": ["x"], "d": 0.5, "e": True}
     traceparent, enabled = done.stdout.split()
     assert re.fullmatch(f"00-{span.trace_id}-{span.span_id}-0[13]", traceparent)  # 2: the id is random
     assert enabled == "True"
     assert before < span.start_ns <= span.end_ns < time.time_ns()
     assert done.stderr == ""
-
-
-def test_names_and_resource_from_the_environment() -> None:
-    with OtlpReceiver() as receiver:
-        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
-        run(ONE_SPAN, **endpoint, OTEL_RESOURCE_ATTRIBUTES="zone=a,service.name=from-resource")
-        run(ONE_SPAN, **endpoint, OTEL_RESOURCE_ATTRIBUTES="zone=b", OTEL_SERVICE_NAME="from-name")
-        spans = receiver.wait_for(lambda spans: len(spans) == 2)
-    assert [(s.service_name, s.resource["zone"]) for s in spans] == [
-        ("from-resource", "a"),
-        ("from-name", "b"),
-    ]
+    assert (span.service_name, other.service_name) == ("from-resource", "from-name")
+    named = [[each.resource.get(name) for name in ("zone", "host.name")] for each in (span, other)]
+    assert named == [["a", socket.gethostname()], ["b", "c"]]
+    assert other.resource["k8s.pod.name"] == "b"
+    assert span.resource["service.version"] == specwire.__version__
+    assert span.resource["service.instance.id"] != other.resource["service.instance.id"]
 
 
 def test_sampling_holds_for_a_whole_trace() -> None:
@@ -248,23 +246,6 @@ print(time.monotonic() - began)
             OTEL_BSP_SCHEDULE_DELAY="10",
         )
     assert float(done.stdout) < 20
-
-
-def test_the_resource_says_which_process_it_is() -> None:
-    with OtlpReceiver() as receiver:
-        run(ONE_SPAN, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint)
-        run(
-            ONE_SPAN,
-            OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint,
-            OTEL_RESOURCE_ATTRIBUTES="k8s.pod.name=a,host.name=b",
-        )
-        first, second = receiver.wait_for(lambda spans: len(spans) == 2)
-    assert (first.resource["service.version"], first.resource["host.name"]) == (
-        specwire.__version__,
-        socket.gethostname(),
-    )
-    assert (second.resource["k8s.pod.name"], second.resource["host.name"]) == ("a", "b")
-    assert first.resource["service.instance.id"] != second.resource["service.instance.id"]
 
 
 @pytest.mark.parametrize(
