@@ -60,15 +60,11 @@ class Served(NamedTuple):
     options: dict[str, Any]
 
 
-def serve(source: str, directory: Path) -> Served:
-    return Served(source, *save_drafting(source, directory))
-
-
 @pytest.fixture(scope="module", params=SOURCES)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Where layers are left out, proposals are as long as wanted."""
     with mock.patch.object(verify_service.paged, "Threshold", partial(Threshold, first=0.0)):
-        yield serve(request.param, tmp_path_factory.mktemp(request.param))
+        yield Served(request.param, *save_drafting(request.param, tmp_path_factory.mktemp(request.param)))
 
 
 @pytest.fixture(scope="module")
@@ -285,10 +281,10 @@ def test_their_weights_are_counted_before_the_start(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is room for the target's alone; EAGLE-3's are in a file without a header here."""
-    served = serve(source, tmp_path)
-    config = VerifyConfig(model=str(served.target), address="127.0.0.1:0", num_kv_tokens=16, **served.options)
+    target, options = save_drafting(source, tmp_path)
+    config = VerifyConfig(model=str(target), address="127.0.0.1:0", num_kv_tokens=16, **options)
     plan.check(config)
-    room = (served.target / "model.safetensors").stat().st_size
+    room = (target / "model.safetensors").stat().st_size
     monkeypatch.setattr(memory, "free_host_bytes", lambda: room)
     with pytest.raises(ConfigError, match="its weights take"):
         plan.check(config)

@@ -43,19 +43,22 @@ def verify(thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield address
 
 
+def coordinating(thread: LoopThread, verify: str, **options: Any) -> Any:
+    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, grace_s=0.0, **options)
+    return thread.entered(lambda: coordinator.service.serving(config))
+
+
 @pytest.fixture(scope="module")
 def address(thread: LoopThread, verify: str) -> Iterator[str]:
-    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, grace_s=0.0)
-    with thread.entered(lambda: coordinator.service.serving(config)) as found:
+    with coordinating(thread, verify) as found:
         yield found
 
 
 def test_texts_and_conversations_are_those_of_local_files(
     thread: LoopThread, verify: str, address: str
 ) -> None:
-    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, tokenizer="embedded", grace_s=0.0)
     with (
-        thread.entered(lambda: coordinator.service.serving(config)) as local,
+        coordinating(thread, verify, tokenizer="embedded") as local,
         Client(address) as ours,
         Client(local) as theirs,
     ):
@@ -109,9 +112,8 @@ def test_a_tokenizer_that_cannot_be_sent_is_named(
     thread: LoopThread, verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specwire.rpc.wire.tokenizer_files.MAX_BYTES", 1_000)
-    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, grace_s=0.0)
     with (
         pytest.raises(HandshakeError, match=r"the tokenizer of model has files of 0\.\d MiB.*--tokenizer"),
-        thread.entered(lambda: coordinator.service.serving(config)),
+        coordinating(thread, verify),
     ):
         pass
