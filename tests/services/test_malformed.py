@@ -67,9 +67,3 @@ def test_a_later_request_of_a_stream(stack: LocalStack, channel: grpc.Channel) -
         called(channel, "stream_stream", VERIFY, opening(), TRUNCATED)
     assert_refused(caught.value, len(TRUNCATED))
     stack.assert_idle_within(10.0)
-
-
-def test_an_unknown_method(channel: grpc.Channel) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/specwire.v1.VerifyService/Nothing")(TRUNCATED, timeout=30)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
