@@ -60,13 +60,14 @@ def generate(stack: LocalStack, **settings: Any) -> None:
 
 
 def generate_until(stack: LocalStack, num_versions: int) -> Learning:
-    deadline = time.monotonic() + TIMEOUT_S
-    for seed in range(1000):
-        generate(stack, seed=seed)
-        if (now := learning(stack)).num_versions >= num_versions:
-            return now
-        assert time.monotonic() < deadline, now
-    raise AssertionError
+    seeds = itertools.count()
+
+    def is_far_enough() -> bool:
+        generate(stack, seed=next(seeds))
+        return learning(stack).num_versions >= num_versions
+
+    wait_until(is_far_enough, TIMEOUT_S)
+    return learning(stack)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2_grpc
 from tests.support import adapters, encoder_decoders
-from tests.support.fronts import front
+from tests.support.fronts import Fronted, front
 from tests.support.harness import LocalStack, handshake, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
@@ -73,10 +73,7 @@ def stack(served: Served) -> Iterator[LocalStack]:
 
 @pytest.fixture(scope="module")
 def client(stack: LocalStack) -> Iterator[openai.OpenAI]:
-    with (
-        front(stack.address) as address,
-        openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as found,
-    ):
+    with front(stack.address) as address, Fronted(stack, address).openai as found:
         yield found
 
 

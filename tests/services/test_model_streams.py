@@ -15,7 +15,7 @@ import pytest
 
 import draft_service.service
 import verify_service.service
-from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
+from specwire import InvalidRequestError, ResourceExhaustedError
 from specwire.config.security.bearer import Principal, make_token
 from specwire.config.services import DraftConfig, VerifyConfig
 from specwire.engine.streams import Limits, ModelStream
@@ -26,8 +26,8 @@ from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, local_stack
 from tests.support.model_streams import (
     RawStream,
-    SequenceFailedError,
     draft,
+    error_of,
     opening,
     raw_stream,
     sampling,
@@ -83,13 +83,6 @@ def answered(stream: RawStream, num_answers: int, message: Any = None) -> list[i
     while len(found) < num_answers:
         found += stream.read().sequence_ids
     return sorted(found)
-
-
-def error_of(stream: RawStream, message: Any) -> SpecwireError:
-    """What a sequence ends with."""
-    with pytest.raises(SequenceFailedError) as failed:
-        stream.ask(message)
-    return failed.value.error
 
 
 @ROLES
