@@ -14,7 +14,7 @@ import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.forecast import Forecast, SharedForecast
-from draft_service.lookahead import Branch, Lookahead, Request
+from draft_service.lookahead import Lookahead, Request
 from specwire import ResourceExhaustedError, Rule, SamplingParams, UnsupportedError, clock
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation, Proposal
@@ -28,7 +28,7 @@ from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, draft_pb2
-from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
+from tests.support.draft_streams import Received, draft_stream, opening, received
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
 from tests.support.integrity import check_integrity
@@ -221,16 +221,6 @@ def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack: LocalSt
         assert stack.status("draft").num_sequences == 1
 
 
-async def prepared_within(call: FakeCall, stream: Any, num: int) -> list[Branch]:
-    """The branches of the stream's only sequence, once there are so many and all are finished."""
-    [sequence] = stream.sequences.values()
-    lookahead = sequence.state.lookahead
-    async with asyncio.timeout(20):
-        while not (len(lookahead._branches) >= num and all(branch.done for branch in lookahead._branches)):
-            await call.read()
-    return lookahead._branches
-
-
 async def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:
     """Branches of its round would begin at tokens that were not committed, and draft with judged random
     numbers."""
@@ -248,8 +238,10 @@ async def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: bo
             while sequence.num_unanswered:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         call.may_write.set()
-        branches = await prepared_within(call, stream, 8)
-        starts = [(branch.job.committed_len, len(branch.path)) for branch in branches]
+        lookahead = sequence.state.lookahead
+        while not (len(lookahead._branches) >= 8 and all(branch.done for branch in lookahead._branches)):
+            await call.read()
+        starts = [(branch.job.committed_len, len(branch.path)) for branch in lookahead._branches]
     assert [start - num for start, num in starts] == [5] * len(starts)
 
 
