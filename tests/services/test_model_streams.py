@@ -50,7 +50,14 @@ def stack() -> Iterator[LocalStack]:
         yield running
 
 
-slow = entered(lambda: local_stack(SLOW, SLOW), scope="function")
+slow_stack = entered(lambda: local_stack(SLOW, SLOW))
+
+
+@pytest.fixture
+def slow(slow_stack: LocalStack) -> Iterator[LocalStack]:
+    """Whatever a test did, everything is free afterwards."""
+    yield slow_stack
+    slow_stack.assert_idle_within(10.0)
 
 
 def opened(sequence_id: int, **fields: Any) -> Any:
