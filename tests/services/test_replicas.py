@@ -146,6 +146,8 @@ class TestPrefixes:
         assert sent.holder([*range(64), *range(1000, 1100)], {"a", "b", "c"}) == "c"
         assert sent.holder([*range(64), 5, 5, 5], {"a", "b", "c"}) == "c", "the last that was sent the page"
         assert sent.holder(range(1, 200), {"a", "b", "c"}) is None
+        assert sent.holder(range(63), {"a", "b", "c"}) is None, "less than a page is not looked for"
+        assert sent.holder(range(200), {"a"}) is None, "one that is gone or restarted is not found"
 
     def test_another_salt_finds_nothing(self) -> None:
         sent = SentPrefixes()
@@ -154,17 +156,6 @@ class TestPrefixes:
         assert sent.holder(range(128), {"a", "b"}) is None
         assert sent.holder(range(128), {"a", "b"}, "alice") == "a"
         assert sent.holder(range(128), {"a", "b"}, "bob") == "b"
-
-    def test_less_than_a_page_is_not_looked_for(self) -> None:
-        sent = SentPrefixes()
-        sent.note(range(63), "a")
-        assert sent.holder(range(63), {"a"}) is None
-
-    def test_a_replica_that_is_gone_or_restarted_is_not_found(self) -> None:
-        sent = SentPrefixes()
-        sent.note(range(64), "a")
-        sent.note(range(128), "gone")
-        assert sent.holder(range(128), {"b"}) is None
 
     def test_it_forgets_what_was_not_met_for_the_longest_time(self) -> None:
         sent = SentPrefixes(capacity=2)
