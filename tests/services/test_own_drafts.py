@@ -210,7 +210,7 @@ def test_a_target_without_them(source: str, tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("source", "value"), zip(SOURCES, ARGUMENTS, strict=True))
+@pytest.mark.parametrize(("source", "value"), [*zip(SOURCES, ARGUMENTS, strict=True)])
 def test_an_encoder_decoder(source: str, value: object, tmp_path: Path) -> None:
     t5 = encoder_decoders.save(tmp_path / "t5", "t5")
     flag = source.replace("_", "-")

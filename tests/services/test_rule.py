@@ -24,7 +24,7 @@ def rules(*params: SamplingParams, options: dict[str, Any], rtt_ms: float = 0.0)
         return [stack.client.generate(params=each, prompt_token_ids=PROMPT).rule for each in params]
 
 
-@pytest.mark.parametrize(("rule", "other"), zip(Rule, [*Rule][1:] + [*Rule][:1], strict=True))
+@pytest.mark.parametrize(("rule", "other"), [*zip(Rule, [*Rule][1:] + [*Rule][:1], strict=True)])
 def test_what_a_request_names_holds_and_otherwise_what_the_server_was_told(rule: Rule, other: Rule) -> None:
     free = SamplingParams(max_tokens=8, seed=3)
     assert rules(free, replace(free, rule=other), options={"rule": rule.value}) == [rule, other]
