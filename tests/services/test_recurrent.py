@@ -46,6 +46,7 @@ def greedy(num_draft_tokens: int | None, **options: Any) -> SamplingParams:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("place", ["service", "target"])
 def test_texts_are_those_of_generate_for_any_number_of_draft_tokens(
     pair: tuple[Path, Path], place: str

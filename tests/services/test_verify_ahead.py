@@ -137,8 +137,9 @@ def test_the_text_is_the_same_with_and_without(on: Watched, off: Watched, params
     assert (off.num_begun, on.num_disagreements) == (0, 0)
 
 
-@BOTH
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+@pytest.mark.parametrize(
+    ("params", "rule"), [(GUMBEL, Rule.REJECTION), (GUMBEL, Rule.BLOCK), (PLAIN, Rule.REJECTION)]
+)
 def test_both_come_to_the_same_where_probabilities_decide(
     on: Watched, params: SamplingParams, rule: Rule
 ) -> None:
