@@ -130,6 +130,7 @@ class TestUsage:
         ("argv", "parts"),
         [
             (["generate", "x", "--top-p", "2"], "top_p=2.0: must lie in (0, 1]"),
+            (["generate", "x", "--temperature", "nan"], "temperature=nan"),
             (["generate", "x", "--server", "here"], "--server here: is not HOST:PORT"),
             (["up", "--target", "/none/such"], "--target /none/such: no such model directory"),
             (["proxy", "--jitter-ms", "3", "--rtt-ms", "4"], "--jitter-ms 3.0: is more than half the round"),
