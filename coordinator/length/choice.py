@@ -56,11 +56,9 @@ prepared for that. A way that drafts, plain decoding, where nothing is prepared:
 costs nothing. Where both are alike, changes and trials cost more than they bring: nine points of the embedded
 pair, 4 to 64 streams, had 0.97 of plain decoding in the median with 1.0 and 0.99 with 1.05, but with that one
 stream under Gumbel coupling drafted nothing."""
-_TREE_GAIN, _UNKNOWN, _KNOWN_ROUNDS = 1.25, 0.2, 25
-"""Tokens of a tree beyond the first over those of a chain, before one was tried: of 32 nodes, with the
-embedded pair. Prepared ones are there less often, which takes it back: simulated, 0.97 of later requests. The
-logarithm of what a shape brings that was not tried may be wrong by so much, and has half the variance after
-so many rounds: the draft learns, too, what trees to grow."""
+_UNKNOWN, _KNOWN_ROUNDS = 0.2, 25
+"""The logarithm of what a shape brings that was not tried may be wrong by so much, and has half the variance
+after so many rounds: the draft learns, too, what trees to grow."""
 _SLOW_SHARE = 0.25
 """A draft is slow when a proposal that was not prepared takes this share of a pass.
 
@@ -271,7 +269,7 @@ class SharedChoice:
 
     def _learn_share(self, block: Block) -> None:
         """What streams get of what an average text would have brought: each drafts as suits its own."""
-        way, tokens = block.way, self._tokens(block.way)
+        way, tokens = block.way, self._tokens(block.way.num_nodes)
         best = max(tokens[n] / self.costs.round_ns(way, n) for n in range(1, self._longest(way, tokens) + 1))
         share = block.num_tokens / self.costs.modelled_ns(block) / best
         weight = block.num_rounds / (block.num_rounds + _SHARE_ROUNDS)
@@ -379,7 +377,7 @@ class SharedChoice:
         return 1 / (self.costs.once_ns + 1 / (self._share * promised.rate(most)))
 
     def _promised(self, way: Way) -> Prospects:
-        costs, slowness, tokens = self.costs, self._slowness.get(way, 1.0), self._tokens(way)
+        costs, slowness, tokens = self.costs, self._slowness.get(way, 1.0), self._tokens(way.num_nodes)
         plain_ns = self._slowness.get(PLAIN, 1.0) * costs.round_ns(PLAIN, 0)
         if PLAIN not in self._measured:  # passes seem dearer while drafts take turns with them
             plain_ns = min(plain_ns, costs.alone_ns(self._num_streams) or plain_ns)
@@ -400,14 +398,11 @@ class SharedChoice:
             return MAX_CHOSEN
         return best_length(tokens, [self.costs.round_ns(way, n) for n in range(MAX_CHOSEN + 1)], least=1)
 
-    def _tokens(self, way: Way) -> list[float]:
-        """Of an average text; a tree that was never tried is believed to be like the nearest one."""
-        tried = [nodes for nodes in TREES if self.acceptances[nodes].num_added] if way.num_nodes else []
-        if tried:
-            nearest = min(tried, key=lambda nodes: max(nodes / way.num_nodes, way.num_nodes / nodes))
-            return self.acceptances[nearest].tokens()
-        gain = _TREE_GAIN if way.num_nodes and not way.prepares else 1.0
-        return [1 + gain * (tokens - 1) for tokens in self.acceptances[CHAIN].tokens()]
+    def _tokens(self, num_nodes: int) -> list[float]:
+        """Of a shape; a tree that was never tried is believed to be like the nearest one, or a chain."""
+        tried = [nodes for nodes in TREES if self.acceptances[nodes].num_added] if num_nodes else []
+        nearest = min(tried, key=lambda nodes: max(nodes / num_nodes, num_nodes / nodes), default=CHAIN)
+        return self.acceptances[nearest].tokens()
 
     def _num_streams_changed(self, held: _Held) -> bool:
         before, now = held.num_streams, self._num_streams
