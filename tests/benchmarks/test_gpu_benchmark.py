@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import report
@@ -16,12 +14,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.names import ASSISTED, LOCKSTEP, NO_SPECULATION, PLAIN, PREPARED, SPECWIRE
 from benchmarks.report import Summary
 
-
-@pytest.fixture(autouse=True)
-def _as_many_threads_after() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow

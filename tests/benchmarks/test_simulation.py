@@ -99,26 +99,20 @@ def test_the_best_length_is_that_of_the_closed_form() -> None:
     assert done.usage.completion_tokens == 1500
 
 
-def test_exact_sampling_and_the_short_cut_come_to_the_same() -> None:
+@pytest.mark.parametrize(
+    ("length", "depth"), [("4", {}), ("32", {"max_depth": "4"})], ids=["chains", "trees"]
+)
+def test_exact_sampling_and_the_short_cut_come_to_the_same(length: str, depth: dict[str, Any]) -> None:
+    """And trees commit more tokens a round than a chain of as many passes."""
+    model = EmulatedModel(alpha=0.7, runner_up=0.55)
     found = []
     for exact in (False, True):
-        model = EmulatedModel(alpha=0.7, runner_up=0.55)
-        done = one_stream(setting(0.7, model=model, exact=exact, num_outcomes="16"), 100)
+        done = one_stream(setting(0.7, length, model=model, exact=exact, num_outcomes="16", **depth), 100)
         found.append((list(done.speculation.acceptance_histogram), done.timing.total_ms))
     assert found[0] == found[1]
-
-
-def test_trees_of_exact_sampling_and_of_the_short_cut_are_the_same() -> None:
-    """And commit more tokens a round than a chain of as many passes."""
-    found = []
-    for exact in (False, True):
-        model = EmulatedModel(alpha=0.7, runner_up=0.55)
-        trees = {"max_depth": "4", "num_outcomes": "16", "model": model, "exact": exact}
-        done = one_stream(setting(0.7, "32", **trees), 100)
-        found.append((list(done.speculation.acceptance_histogram), done.timing.total_ms))
-    assert found[0] == found[1]
-    chain = one_stream(setting(0.7, "4", model=model), 100)
-    assert sum(found[0][0]) < 0.75 * chain.speculation.num_rounds
+    if depth:
+        chain = one_stream(setting(0.7, "4", model=model), 100)
+        assert sum(found[0][0]) < 0.75 * chain.speculation.num_rounds
 
 
 def test_trees_are_found_where_they_pay() -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,7 +25,8 @@ from tests.support.harness import LocalStack, local_stack
 from tests.support.imports import ROOT
 
 MAX_INSTALLED_BYTES = 150_000_000
-PACKAGES = ("coordinator", "draft_service", "specwire", "tools", "verify_service")
+SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PACKAGES = [pattern.rstrip("*") for pattern in SETUP["packages"]["find"]["include"]]
 ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 """Which would let this repository's packages in."""
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
@@ -41,6 +43,11 @@ class Installed:
     @property
     def specwire(self) -> str:
         return str(self.root / "bin/specwire")
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.root.glob("lib/python*/site-packages")
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +93,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     root = tmp_path_factory.mktemp("wheel")
     found = Installed(root / "environment")
     venv.create(found.root, symlinks=True)
-    (site_packages,) = found.root.glob("lib/python*/site-packages")
     wheel = build(root)
     subprocess.run(
         [*PIP, "--python", found.python, "install", "--no-deps", "--no-index", "--no-compile", str(wheel)],
@@ -94,13 +100,25 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         timeout=120,
         env=ENVIRON,
     )
-    (own,) = site_packages.glob("specwire-*.dist-info")
+    (own,) = found.site_packages.glob("specwire-*.dist-info")
     for name in needed_by(metadata.PathDistribution(own)):
-        copy_package(name, site_packages)
+        copy_package(name, found.site_packages)
     return found
 
 
 stack = entered(lambda: local_stack(TARGET_DIR))
+
+
+def files_in(folder: Path) -> set[Path]:
+    """Of our packages, relative to the folder that they are in."""
+    found = (path for name in PACKAGES for path in (folder / name).rglob("*") if path.is_file())
+    return {path.relative_to(folder) for path in found if "__pycache__" not in path.parts}
+
+
+def test_it_has_every_file_of_the_packages(installed: Installed) -> None:
+    """By what pyproject.toml names: setuptools would take directories of models for forgotten packages."""
+    assert files_in(installed.site_packages) == files_in(ROOT)
+    assert SETUP["include-package-data"] is False
 
 
 def test_the_client_is_imported_from_the_wheel(installed: Installed) -> None:

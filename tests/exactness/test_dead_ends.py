@@ -22,8 +22,7 @@ from specwire.rule.acceptance import accept
 from specwire.rule.random import Purpose, uniform
 from specwire.support import Support
 from tests.support.harness import LocalStack, local_stack
-from tests.support.languages import save_speaker
-from tests.support.pairs import markov_model
+from tests.support.languages import save_speakers
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 
 DRAFT, TARGET = np.array([0.2, 0.3, 0.5]), np.array([0.5, 0.2, 0.3])
@@ -108,11 +107,9 @@ def test_draft_tokens_that_are_dropped_for_what_follows_are_caught(monkeypatch: 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    directory = tmp_path_factory.mktemp("speakers")
-    target = save_speaker(markov_model(), directory / "target")
-    draft = save_speaker(markov_model(0.9), directory / "draft")
     options = {"num_draft_tokens": "4", "num_outcomes": "0"}
-    with local_stack(target, draft, coordinator_options=options) as running:
+    pair = save_speakers(tmp_path_factory.mktemp("speakers"), 0.9)
+    with local_stack(*pair, coordinator_options=options) as running:
         yield running
 
 

@@ -35,29 +35,18 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> Non
     assert accepted["hostile"] < 0.1, "the hostile draft was meant to be refused"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"repetition_penalty": 1.3},
-        {"logit_bias": {7: 3.0, 12: -5.0}},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_greedy_with_history_processors_is_that_of_transformers(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_greedy_with_history_processors_is_that_of_transformers(tmp_path: Path) -> None:
+    biases = {7: 3.0, 12: -5.0}
+    ours: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"logit_bias": biases}]
+    theirs = [ours[0], {"sequence_bias": {(token_id,): bias for token_id, bias in biases.items()}}]
     target, draft = save_target(tmp_path / "target"), save_good_draft(tmp_path / "draft")
-    options = dict(settings)
-    if bias := options.pop("logit_bias", None):
-        options["sequence_bias"] = {(token_id,): value for token_id, value in bias.items()}
-    expected = [
-        written_by_transformers(tiny_models.build("llama"), prompt, NUM_TOKENS, **options)
-        for prompt in PROMPTS
-    ]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **settings)
     with local_stack(target, draft) as stack:
-        done = [stack.client.generate(params=params, prompt_token_ids=prompt) for prompt in PROMPTS]
-    assert [list(completion.token_ids) for completion in done] == expected
+        for settings, options in zip(ours, theirs, strict=True):
+            params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **settings)
+            for prompt in PROMPTS:
+                done = stack.client.generate(params=params, prompt_token_ids=prompt)
+                model = tiny_models.build("llama")
+                assert list(done.token_ids) == written_by_transformers(model, prompt, NUM_TOKENS, **options)
 
 
 def test_a_draft_that_is_its_target_is_always_right(tmp_path: Path) -> None:

@@ -21,20 +21,14 @@ from specwire import Completion, Rule, SamplingParams
 from specwire.rule import kseq, random
 from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
-from tests.support.pairs import markov_model
+from tests.support.pairs import save_markov_pair
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
-from tests.support.tiny_models import save
 from tests.support.together import sampled
 
 NUM_STREAMS, LENGTH = 64, 50
 CASES = [
-    pytest.param({}, 1, id="plain", marks=pytest.mark.slow),
-    pytest.param(
-        {"temperature": 0.8, "top_p": 0.9, "logit_bias": {2: 1.5, 7: -2.0}},
-        1,
-        id="cold",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param({}, 1, id="plain"),
+    pytest.param({"temperature": 0.8, "top_p": 0.9, "logit_bias": {2: 1.5, 7: -2.0}}, 1, id="cold"),
     pytest.param(
         {"repetition_penalty": 1.6, "presence_penalty": 1.2, "frequency_penalty": 0.7, "max_tokens": 25},
         1,
@@ -46,9 +40,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("markov")
-    target = save(markov_model(), directory / "target")
-    return target, save(markov_model(0.6, 1), directory / "draft")
+    return save_markov_pair(tmp_path_factory.mktemp("markov"), 0.6, 1)
 
 
 def config(num_chains: int) -> str:

@@ -24,9 +24,8 @@ from specwire.engine.jobs import Job
 from specwire.rule.columns import Places
 from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import markov_logits, markov_model
+from tests.support.pairs import markov_logits, markov_model, save_markov_pair
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
-from tests.support.tiny_models import save
 from tests.support.together import sampled
 
 NUM_STREAMS, LENGTH = 32, 50
@@ -35,6 +34,8 @@ NUM_VERSIONS = 1
 NUM_TURNS = 3
 TIMEOUT_S = 240.0
 RATE = 0.01
+OTHER = (1.0, 1)
+"""Of a draft that likes other tokens than its target."""
 SETTINGS: list[dict[str, Any]] = [
     {"rule": Rule.BLOCK},
     {"rule": Rule.REJECTION, "temperature": 0.7, "top_p": 0.95},
@@ -42,15 +43,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def save_pair(directory: Path) -> tuple[Path, Path]:
-    """A target, and a draft that likes other tokens."""
-    return save(markov_model(), directory / "target"), save(markov_model(1.0, 1), directory / "draft")
-
-
 @contextmanager
 def learning_stack(directory: Path) -> Iterator[str]:
     """Processes as of `specwire up --draft-learn`."""
-    target, draft = save_pair(directory)
+    target, draft = save_markov_pair(directory, *OTHER)
     settings = {"num_draft_tokens": "3", "num_outcomes": "4", "draft_learn": True, "draft_learn_share": 1.0}
     with float32_processes(target, draft, {"SPECWIRE_LEARN_RATE": str(RATE)}, **settings) as address:
         yield address
@@ -128,7 +124,7 @@ def test_control_supports_of_other_weights_are_caught(
     tmp_path: Path, logits: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent is computed from the weights before, as if they changed between draw and support."""
-    before = markov_logits(markov_model(1.0, 1))
+    before = markov_logits(markov_model(*OTHER))
     last_tokens: list[int] = []
     ask, draw = DraftDecider.ask, DraftDecider._draw
 
@@ -144,7 +140,7 @@ def test_control_supports_of_other_weights_are_caught(
     monkeypatch.setattr(DraftDecider, "ask", noted)
     monkeypatch.setattr(DraftDecider, "_draw", swapped)
     options = {"learn": True, "learn_rate": RATE, "learn_share": 1.0, "support_mass": 1.0}
-    with local_stack(*save_pair(tmp_path), draft_options=options) as stack:
+    with local_stack(*save_markov_pair(tmp_path, *OTHER), draft_options=options) as stack:
         settings = {"rule": Rule.REJECTION}
         sampled_while_it_learns(stack.address, [settings])
         later = [done for _ in range(2) for done in sample(stack.address, settings, 0)]
@@ -159,7 +155,7 @@ def test_the_text_is_that_of_plain_decoding(tmp_path: Path, temperature: float) 
     params = SamplingParams(
         max_tokens=200, ignore_eos=True, temperature=temperature, rule=Rule.GUMBEL, seed=5
     )
-    with local_stack(*save_pair(tmp_path), draft_options=options) as stack:
+    with local_stack(*save_markov_pair(tmp_path, *OTHER), draft_options=options) as stack:
         plain = stack.client.generate(params=replace(params, num_draft_tokens=0), prompt_token_ids=PROMPT)
         accepted = []
         deadline = time.monotonic() + TIMEOUT_S

@@ -8,6 +8,7 @@ guesses well, and in one that guesses badly: hostile ones like best what the tar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,22 +21,29 @@ import torch
 import verify_service.paged
 from coordinator.servicer import GenerationServicer
 from specwire import Rule, SamplingParams
-from tests.support import eagle3, tiny_models
-from tests.support.blocks import save_block_drafter, save_markov_pair
+from tests.support import eagle3, pairs, tiny_models
+from tests.support.blocks import save_markov_pair
 from tests.support.harness import LocalStack, float32_processes, local_stack, started_coordinators
 from tests.support.heads import save_heads
 from tests.support.mtp import save_markov_target, save_mtp_target
-from tests.support.own_drafts import SLOW, check_control, check_distribution, check_text, kinds, num_passes
+from tests.support.own_drafts import (
+    SLOW,
+    check_control,
+    check_distribution,
+    check_text,
+    kinds,
+    num_passes,
+    save_drafting,
+)
 from tests.support.pairs import (
     logits_of,
     markov_model,
-    save_good_draft,
     save_hostile_draft,
     save_target,
 )
 from verify_service.threshold import Threshold
 
-NEAR, FAR = "m1", "a0,a1,m0,m1"
+FAR = "a0,a1,m0,m1"
 METHODS = {name: f'{{"method": "{name}"}}' for name in ("layers", "mtp", "dflash", "eagle3")} | {
     "heads": '{"method": "medusa"}',
     "draft_model": "",  # it drafts by default
@@ -64,12 +72,11 @@ class Drafting(NamedTuple):
     target: Path
     value: Any
 
-    @property
-    def verify_options(self) -> dict[str, Any]:
-        return {self.source: self.value}
-
-    def coordinator_options(self, **options: Any) -> dict[str, Any]:
-        return {"speculative_config": METHODS[self.source]} | options
+    def stack(self, **options: Any) -> AbstractContextManager[LocalStack]:
+        """With these options of the coordinator."""
+        value = str(self.value) if isinstance(self.value, Path) else self.value
+        options = {"speculative_config": METHODS[self.source]} | options
+        return local_stack(self.target, coordinator_options=options, verify_options={self.source: value})
 
 
 # --- texts --------------------------------------------------------------------------------------------
@@ -103,33 +110,22 @@ def text_cases() -> Iterator[Any]:
             yield make(case, id=f"{source}, {variant}, {'goes on' if goes_on else 'waits'}")
 
 
-def save_for_texts(source: str, variant: str, directory: Path) -> Drafting:
+def save_for_texts(source: str, variant: str, directory: Path) -> tuple[Path, Any]:
     is_hostile = variant == "hostile"
     if source == "mtp":
         family = "mellum" if is_hostile else variant
-        return Drafting(
-            source, variant, save_mtp_target(directory / "target", family, is_hostile=is_hostile), True
-        )
+        return save_mtp_target(directory / "target", family, is_hostile=is_hostile), True
     if (source, variant) == ("eagle3", "good"):
-        target, drafter = eagle3.save_markov_pair(directory)
-        return Drafting(source, variant, target, str(drafter))
+        return eagle3.save_markov_pair(directory)
     if variant == "narrow":
-        target, drafter = save_markov_pair(directory, layout="speculators")
-        return Drafting(source, variant, target, str(drafter))
+        return save_markov_pair(directory, layout="speculators")
+    if variant not in ("hostile", "far"):
+        target, options = save_drafting(source, directory)
+        return target, options[source]
     target = save_target(directory / "target")
-    match source:
-        case "heads":
-            value = str(save_heads(directory / "heads", target, is_hostile=is_hostile))
-        case "layers":
-            value = NEAR if variant == "near" else FAR
-        case "dflash":
-            value = str(save_block_drafter(directory / "drafter"))
-        case "eagle3":
-            value = str(eagle3.save_eagle3(directory / "eagle3"))
-        case _:
-            save_draft = save_hostile_draft if is_hostile else save_good_draft
-            value = str(save_draft(directory / "draft"))
-    return Drafting(source, variant, target, value)
+    if source == "heads":
+        return target, save_heads(directory / "heads", target, is_hostile=True)
+    return target, FAR if source == "layers" else save_hostile_draft(directory / "draft")
 
 
 class Watched(NamedTuple):
@@ -144,15 +140,12 @@ class Watched(NamedTuple):
 def watched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Layers' proposals are as long as wanted where the target goes on by itself, and else end early."""
     source, variant, goes_on = request.param
-    drafting = save_for_texts(source, variant, tmp_path_factory.mktemp(source))
-    options = drafting.coordinator_options(verify_ahead=goes_on, num_draft_tokens="auto")
+    drafting = Drafting(source, variant, *save_for_texts(source, variant, tmp_path_factory.mktemp(source)))
     threshold = partial(Threshold, first=0.0) if goes_on else Threshold
     with (
         mock.patch.object(verify_service.paged, "Threshold", threshold),
         started_coordinators() as found,
-        local_stack(
-            drafting.target, coordinator_options=options, verify_options=drafting.verify_options
-        ) as stack,
+        drafting.stack(verify_ahead=goes_on, num_draft_tokens="auto") as stack,
     ):
         yield Watched(drafting, stack, found[0])
 
@@ -191,28 +184,24 @@ def save_markov(source: str, variant: str, directory: Path) -> Drafting:
     model is flatter than its target, so that some of its tokens are refused.
     """
     is_hostile = variant == "hostile"
+    value: Any
     match source:
         case "heads":
             target = tiny_models.save(markov_model(), directory / "target")
-            heads = save_heads(directory / "heads", target, is_hostile=is_hostile)
-            return Drafting(source, variant, target, str(heads))
+            value = save_heads(directory / "heads", target, is_hostile=is_hostile)
         case "layers":
             target = tiny_models.save(layered_model(), directory / "target")
-            return Drafting(source, variant, target, "a0" if variant == "same" else "m0")
+            value = "a0" if variant == "same" else "m0"
         case "mtp":
-            target = save_markov_target(directory / "target", is_hostile=is_hostile)
-            return Drafting(source, variant, target, True)
+            target, value = save_markov_target(directory / "target", is_hostile=is_hostile), True
         case "dflash":
             layout = "speculators" if variant == "narrow" else "transformers"
-            target, drafter = save_markov_pair(directory, is_hostile=is_hostile, layout=layout)
-            return Drafting(source, variant, target, str(drafter))
+            target, value = save_markov_pair(directory, is_hostile=is_hostile, layout=layout)
         case "eagle3":
-            target, drafter = eagle3.save_markov_pair(directory, is_hostile=is_hostile)
-            return Drafting(source, variant, target, str(drafter))
+            target, value = eagle3.save_markov_pair(directory, is_hostile=is_hostile)
         case _:
-            target = tiny_models.save(markov_model(), directory / "target")
-            draft = tiny_models.save(markov_model(-1.0 if is_hostile else 0.6), directory / "draft")
-            return Drafting(source, variant, target, str(draft))
+            target, value = pairs.save_markov_pair(directory, -1.0 if is_hostile else 0.6)
+    return Drafting(source, variant, target, value)
 
 
 class Running(NamedTuple):
@@ -240,10 +229,7 @@ def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     source, variant, goes_on = request.param
     drafting = save_markov(source, variant, tmp_path_factory.mktemp("markov"))
     if variant == "other":
-        options = drafting.coordinator_options(num_draft_tokens="2")
-        with local_stack(
-            drafting.target, coordinator_options=options, verify_options=drafting.verify_options
-        ) as local:
+        with drafting.stack(num_draft_tokens="2") as local:
             yield Running(drafting, local.address)
         return
     named = {"mtp": "mtp", "draft_model": drafting.value}.get(source, f"{source}:{drafting.value}")
@@ -285,8 +271,5 @@ def test_tokens_a_pass(running: Running) -> None:
 )
 def test_control_a_wrong_rule_is_caught(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafting = save_markov(source, "same" if source == "layers" else "good", tmp_path)
-    options = drafting.coordinator_options(num_draft_tokens="3" if source == "draft_model" else "2")
-    with local_stack(
-        drafting.target, coordinator_options=options, verify_options=drafting.verify_options
-    ) as stack:
+    with drafting.stack(num_draft_tokens="3" if source == "draft_model" else "2") as stack:
         check_control(stack, logits_of(drafting.target), monkeypatch)

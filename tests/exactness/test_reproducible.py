@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire import Completion, Rule, SamplingParams
 from specwire.cli import status
 from specwire.config.client import ClientConfig
 from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_target
+from tests.support.together import together
 
 NUM_TEXTS = 16
 NUM_TOKENS = 60
 
 
-async def texts(address: str, num_draft_tokens: int, num_streams: int) -> list[Completion]:
+def texts(address: str, num_draft_tokens: int, num_streams: int) -> list[Completion]:
     """Every other one greedy, so many at a time."""
-    free = asyncio.Semaphore(num_streams)
-
-    async def one(client: AsyncClient, seed: int) -> Completion:
-        params = SamplingParams(
-            rule=Rule.GUMBEL,
-            temperature=seed % 2,
-            seed=seed,
-            max_tokens=NUM_TOKENS,
-            num_draft_tokens=num_draft_tokens,
-            ignore_eos=True,
-        )
-        async with free:
-            return await client.generate(params=params, prompt_token_ids=[3 + seed, 5, 9])
-
-    async with AsyncClient(address) as client:
-        return await asyncio.gather(*(one(client, seed) for seed in range(NUM_TEXTS)))
+    free = SamplingParams(rule=Rule.GUMBEL, max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = [
+        (replace(free, temperature=seed % 2, seed=seed, num_draft_tokens=num_draft_tokens), [3 + seed, 5, 9])
+        for seed in range(NUM_TEXTS)
+    ]
+    starts = range(0, NUM_TEXTS, num_streams)
+    return [done for start in starts for done in together(address, requests[start : start + num_streams])]
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +39,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_text_is_the_same_with_any_length_and_any_company(pair: tuple[Path, Path]) -> None:
     options = {"dtype": "bfloat16", "batch_invariant": True}
     with local_stack(*pair, verify_options=options) as stack:
-        alone = asyncio.run(texts(stack.address, 0, 1))
+        alone = texts(stack.address, 0, 1)
         assert all(done.reproducible for done in alone)
         for num_draft_tokens, num_streams in ((4, 1), (7, NUM_TEXTS), (0, NUM_TEXTS)):
-            found = asyncio.run(texts(stack.address, num_draft_tokens, num_streams))
+            found = texts(stack.address, num_draft_tokens, num_streams)
             assert [done.token_ids for done in found] == [done.token_ids for done in alone]
         # Prefilled in one piece instead of decoded: the rest of a text after its own beginning.
         for done in alone[::4]:

@@ -29,9 +29,8 @@ from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.rule.columns import Bits
 from tests.support import together
 from tests.support.harness import LocalStack, local_stack
-from tests.support.languages import END_ID, FORCED, REGEX, TEXTS, allowed, save_speaker
+from tests.support.languages import END_ID, FORCED, REGEX, TEXTS, allowed, save_speakers
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import markov_model
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 
 NUM_TEXTS = 60
@@ -49,20 +48,16 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    directory = tmp_path_factory.mktemp("speakers")
-    target = save_speaker(markov_model(), directory / "target")
-    draft = save_speaker(markov_model(0.7, 3), directory / "draft")
     options = {"num_draft_tokens": "3", "num_outcomes": "2"}
-    with local_stack(target, draft, coordinator_options=options) as running:
+    pair = save_speakers(tmp_path_factory.mktemp("speakers"), 0.7, 3)
+    with local_stack(*pair, coordinator_options=options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def in_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """With the draft in the target's process."""
-    directory = tmp_path_factory.mktemp("speakers")
-    target = save_speaker(markov_model(), directory / "target")
-    draft = save_speaker(markov_model(0.7, 3), directory / "draft")
+    target, draft = save_speakers(tmp_path_factory.mktemp("speakers"), 0.7, 3)
     options = {"num_draft_tokens": "3"}
     with local_stack(
         target, coordinator_options=options, verify_options={"draft_model": str(draft)}

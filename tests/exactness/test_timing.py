@@ -109,15 +109,15 @@ class Coins(EmulatedModel):
         return out
 
 
-class Impatient(AdaptiveLength):
-    """Waits long for some proposals and hardly for others, regardless of their tokens."""
+def impatient(share: float, usual_s: float) -> type[AdaptiveLength]:
+    """Waits long for a share of the proposals and hardly for others, regardless of their tokens."""
+    draws = random.Random(0)
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._random = random.Random(0)
+    class Impatient(AdaptiveLength):
+        def plan(self) -> Plan:
+            return Plan(2, patience_s=1.0 if draws.random() < share else usual_s)
 
-    def plan(self) -> Plan:
-        return Plan(2, patience_s=1.0 if self._random.random() < 0.1 else 0.006)
+    return Impatient
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_lateness_does_not_look_at_the_tokens(
     If a proposal were as large as its supports, heads would come in time more often; likewise if one were
     given up because the draft fails after one of its tokens.
     """
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Impatient)
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", impatient(0.1, usual_s=0.006))
     monkeypatch.setattr(
         Replica, "mark_lost", lambda *_: None
     )  # by logits that are no numbers: it is asked again
@@ -326,17 +326,6 @@ class Heads:
     truncate = extend = release = close = ignore
 
 
-class TwoPassesAreTooMany(AdaptiveLength):
-    """Waits for one pass of the draft; in some rounds for any number."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._random = random.Random(0)
-
-    def plan(self) -> Plan:
-        return Plan(2, patience_s=1.0 if self._random.random() < 0.05 else 0.017)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("is_guarded", [True, False])
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
@@ -357,7 +346,8 @@ def test_guessed_tokens_are_not_kept_more_often(
         return DraftServicer(service, *arguments, hierarchy=hierarchy, **options)
 
     monkeypatch.setattr(system, "DraftServicer", with_inner)
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", TwoPassesAreTooMany)
+    # For one pass of the draft; in some rounds for any number.
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", impatient(0.05, usual_s=0.017))
     world = setting(
         Fair(vocab_size=2 * HALF), draft=StepCost(base_ms=10.0), link=Link(rtt_ms=2.0), max_depth="0"
     )
@@ -408,14 +398,13 @@ def test_prepared_proposals_do_not_change_the_distribution(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
-@pytest.mark.parametrize("num_tokens", [2_000, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_what_is_left_of_late_proposals_does_not_change_the_distribution(
-    monkeypatch: pytest.MonkeyPatch, num_tokens: int, rule: Rule
+    monkeypatch: pytest.MonkeyPatch, rule: Rule
 ) -> None:
     """In the cold, where draft and target often come to the same token by themselves."""
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
     model = EmulatedModel(alpha=0.9)
-    params = SamplingParams(rule=rule, seed=2, temperature=0.5, max_tokens=num_tokens)
+    params = SamplingParams(rule=rule, seed=2, temperature=0.5, max_tokens=6_000)
     world = setting(model, num_draft_tokens="auto", link=Link(rtt_ms=16.0))  # it comes during the next pass
     tokens, speculation = generated(world, params)
     assert speculation.num_accepted_tokens > 0.1 * len(tokens)

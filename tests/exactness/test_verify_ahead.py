@@ -23,9 +23,8 @@ from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
 from tests.support.harness import LocalStack, local_stack, started_coordinators
 from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
-from tests.support.pairs import markov_model
+from tests.support.pairs import save_markov_pair
 from tests.support.statistics import FALSE_ALARM_RATE
-from tests.support.tiny_models import save
 from tests.support.together import sampled
 
 NUM_GENERATIONS, NUM_TOKENS = 2, 300
@@ -40,13 +39,10 @@ class Running(NamedTuple):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = tmp_path_factory.mktemp("markov")
-    target, draft = save(markov_model(), directory / "target"), save(markov_model(0.9), directory / "draft")
     with (
         started_coordinators() as found,
         local_stack(
-            target,
-            draft,
+            *save_markov_pair(tmp_path_factory.mktemp("markov"), 0.9),
             coordinator_options={"num_outcomes": "16", "num_draft_tokens": "2"},
             verify_options={"least_pass_ms": 40.0},
         ) as stack,
@@ -63,9 +59,7 @@ def of(rule: Rule) -> SamplingParams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", [Rule.REJECTION, Rule.BLOCK, pytest.param(Rule.GUMBEL, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.GUMBEL])
 def test_the_distribution_is_the_targets(running: Running, logits: torch.Tensor, rule: Rule) -> None:
     tally = running.servicer.totals.tally
     num_begun, num_rounds = tally.num_begun, tally.num_rounds

@@ -26,11 +26,11 @@ from draft_service.scores import SharedScores
 from specwire import Client, Completion, Rule, SamplingParams, embedded
 from specwire.config.link import Link
 from specwire.rule.columns import Places
+from tests.support import pairs
 from tests.support.harness import LocalStack, float32_processes, local_stack
 from tests.support.markov_distribution import PROMPT, fit_p_value
-from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
+from tests.support.pairs import MARKOV_VOCAB_SIZE
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
-from tests.support.tiny_models import save
 from tests.support.together import sampled
 from tests.support.vocabularies import byte_level_backend, letters, save_tokenizer
 
@@ -43,10 +43,7 @@ NUM_STREAMS, LENGTH = 64, 50
 
 def save_markov_pair(directory: Path) -> tuple[Path, Path]:
     """A target and a draft whose next token depends on the last alone."""
-    target, draft = (
-        save(markov_model(), directory / "target"),
-        save(markov_model(0.6, 1), directory / "draft"),
-    )
+    target, draft = pairs.save_markov_pair(directory, 0.6, 1)
     assert len({*TARGET_LETTERS} & {*DRAFT_LETTERS}) == 10
     for tokens, model in ((TARGET_LETTERS, target), (DRAFT_LETTERS, draft)):
         save_tokenizer(letters(tokens), model)
@@ -179,28 +176,26 @@ def generate(client: Client, params: SamplingParams, prompt: str = PROMPT_TEXT) 
     return client.generate(prompt, params=params)
 
 
+CHAINS = [{"num_draft_tokens": num} for num in (1, 4, 9)]
+TREES = [{"num_draft_tokens": num, "max_depth": depth} for num, depth in ((1, 1), (12, 4), (64, 8))]
+"""Their nodes are shared tokens."""
+
+
 @pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(CHAINS, id="chains"), pytest.param(TREES, id="trees", marks=pytest.mark.slow)]
+)
 @KINDS
-def test_text_is_that_of_plain_decoding(stack: LocalStack, params: SamplingParams) -> None:
+def test_text_is_that_of_plain_decoding(
+    stack: LocalStack, params: SamplingParams, shapes: list[dict[str, Any]]
+) -> None:
     expected = generate(stack.client, replace(params, num_draft_tokens=0))
-    for num in (1, 4, 9):
-        done = generate(stack.client, replace(params, num_draft_tokens=num))
+    for shape in shapes:
+        done = generate(stack.client, replace(params, **shape))
         assert done.token_ids == expected.token_ids
         assert not done.speculation.draft_unavailable
     assert done.speculation.num_accepted_tokens > 4
     stack.assert_idle_within(2.0)
-
-
-@pytest.mark.slow
-@KINDS
-def test_trees(stack: LocalStack, params: SamplingParams) -> None:
-    """Their nodes are shared tokens."""
-    expected = generate(stack.client, replace(params, num_draft_tokens=0))
-    for num, depth in ((1, 1), (12, 4), (64, 8)):
-        done = generate(stack.client, replace(params, num_draft_tokens=num, max_depth=depth))
-        assert done.token_ids == expected.token_ids
-        assert not done.speculation.draft_unavailable
-    assert done.speculation.num_accepted_tokens > 4
 
 
 @pytest.mark.slow

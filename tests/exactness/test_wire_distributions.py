@@ -23,13 +23,14 @@ import torch
 import coordinator.servicer
 from coordinator.generation import Plan, Round
 from coordinator.length.planners import AdaptiveLength
-from specwire import AsyncClient, Completion, Rule, SamplingParams
+from specwire import Completion, Rule, SamplingParams
+from specwire.rpc.wire import client as client_wire
 from tests.support.harness import float32_processes, local_stack
 from tests.support.markov_distribution import FEW, PROMPT, fit_p_value
-from tests.support.pairs import markov_model
+from tests.support.pairs import save_markov_pair
+from tests.support.raw_streams import Wire
 from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
-from tests.support.tiny_models import save
-from tests.support.together import together
+from tests.support.together import sampled, together
 
 NUM_TOKENS = 3_200
 NUM_STREAMS = 64
@@ -56,17 +57,15 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("markov")
-    target = save(markov_model(), directory / "target")
-    draft = save(markov_model(scale=-1.0), directory / "draft")
-    with float32_processes(target, draft, num_draft_tokens="2", num_outcomes="0") as address:
+    pair = save_markov_pair(tmp_path_factory.mktemp("markov"), -1.0)
+    with float32_processes(*pair, num_draft_tokens="2", num_outcomes="0") as address:
         yield address
 
 
 def test_plain_rejection_sampling_and_a_wrong_distribution(address: str, logits: torch.Tensor) -> None:
     """The target's distribution fits, and a slightly different one does not: the tests below can fail."""
     params: dict[str, Any] = {"max_tokens": LONG, "rule": Rule.REJECTION}
-    completions = asyncio.run(_sample(address, params, 2 * NUM_STREAMS))
+    completions = sampled(address, SamplingParams(**params), range(2 * NUM_STREAMS), PROMPT)
     assert fit_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
     wrong = SamplingParams(**params, temperature=1.25)
     assert fit_p_value(completions, logits, wrong) < CLEARLY_WRONG
@@ -116,7 +115,7 @@ def check_distribution(
     address: str, logits: torch.Tensor, rule: Rule, settings: dict[str, Any], length: int
 ) -> None:
     params = {"rule": rule, "max_tokens": length, **settings}
-    completions = asyncio.run(_sample(address, params, NUM_TOKENS // length))
+    completions = sampled(address, SamplingParams(**params), range(NUM_TOKENS // length), PROMPT)
     drafted = sum(done.speculation.num_draft_tokens for done in completions)
     accepted = sum(done.speculation.num_accepted_tokens for done in completions)
     assert drafted > NUM_TOKENS / 2
@@ -130,7 +129,7 @@ def test_ends_are_excluded_until_min_tokens(address: str, logits: torch.Tensor, 
     """And only until then. A reference that excludes them one token longer does not fit."""
     ends: dict[str, Any] = {"stop_token_ids": (2, 7, 11), "logit_bias": {2: 1.0, 7: 1.0}}
     params: dict[str, Any] = {"rule": rule, "max_tokens": SHORT, "min_tokens": 5, **ends}
-    completions = asyncio.run(_sample(address, params, 300))
+    completions = sampled(address, SamplingParams(**params), range(300), PROMPT)
     lengths = [len(done.token_ids) for done in completions]
     assert min(lengths) == 6
     assert sum(done.speculation.num_draft_tokens for done in completions) > 300
@@ -142,10 +141,8 @@ def test_ends_are_excluded_until_min_tokens(address: str, logits: torch.Tensor, 
 @pytest.mark.slow
 def test_a_draft_that_is_cut_down_and_shifted(tmp_path: Path, logits: torch.Tensor) -> None:
     """Much of the target lies outside of its supports, and much of the residual on them."""
-    target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7, 3), tmp_path / "draft")
-    with local_stack(
-        target, draft, coordinator_options={"num_draft_tokens": "2"}, draft_options={"max_support": 9}
-    ) as stack:
+    pair, options = save_markov_pair(tmp_path, 0.7, 3), {"num_draft_tokens": "2"}
+    with local_stack(*pair, coordinator_options=options, draft_options={"max_support": 9}) as stack:
         check_distribution(stack.address, logits, Rule.REJECTION, {}, LONG)
 
 
@@ -174,13 +171,13 @@ def test_a_draft_from_text(
     `suffix` and `bigram` draft from outputs of earlier requests too: the second sample has the first to draft
     from. That none of its random numbers were used before is tested in `test_text_drafts.py`.
     """
-    target, draft = save(markov_model(), tmp_path / "target"), save(markov_model(0.7, 3), tmp_path / "draft")
+    target, draft = save_markov_pair(tmp_path, 0.7, 3)
     options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "suffix_shared": True}
     options["speculative_config"] = json.dumps({"method": method})
     with local_stack(target, draft if has_model else None, coordinator_options=options) as stack:
         params: dict[str, Any] = {"rule": Rule.REJECTION, "max_tokens": LONG, **settings}
         for _ in range(1 if method == "ngram" else 2):
-            completions = asyncio.run(_sample(stack.address, params, NUM_STREAMS))
+            completions = sampled(stack.address, SamplingParams(**params), range(NUM_STREAMS), PROMPT)
     by_source = [counts for done in completions for counts in done.speculation.by_source]
     assert len({counts.source for counts in by_source}) == 1 + has_model
     drafted = sum(counts.num_draft_tokens for counts in by_source if counts.source == method)
@@ -219,6 +216,22 @@ def test_requests_of_all_kinds_in_one_step(address: str, logits: torch.Tensor) -
             assert p_value > FALSE_ALARM_RATE / len(MIXED), settings
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_resuming_does_not_change_the_distribution(address: str, logits: torch.Tensor, rule: Rule) -> None:
+    """Each generation is cut four times, and one coordinator after another goes on with it."""
+    params = [SamplingParams(max_tokens=100, rule=rule, seed=i, num_draft_tokens=2) for i in range(24)]
+
+    async def sample() -> list[Completion]:
+        requests = [client_wire.generate_request(None, each, PROMPT) for each in params]
+        async with Wire(address) as wires:
+            return await asyncio.gather(*(wires.generate(request, 1, 7, 2, 12) for request in requests))
+
+    completions = asyncio.run(sample())
+    assert [len(done.token_ids) for done in completions] == [100] * len(params)
+    assert fit_p_value(completions, logits, SamplingParams(max_tokens=100)) > FALSE_ALARM_RATE
+
+
 class Restless(AdaptiveLength):
     """Takes its length from how the last round went, as greedily as the past allows."""
 
@@ -237,28 +250,13 @@ def test_a_length_chosen_by_what_happened_does_not_change_the_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor
 ) -> None:
     monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Restless)
-    target = save(markov_model(), tmp_path / "target")
-    draft = save(markov_model(scale=-1.0), tmp_path / "draft")
-    with local_stack(target, draft, coordinator_options={"num_draft_tokens": "auto"}) as stack:
+    pair = save_markov_pair(tmp_path, -1.0)
+    with local_stack(*pair, coordinator_options={"num_draft_tokens": "auto"}) as stack:
         params: dict[str, Any] = {"max_tokens": ALONE, "rule": Rule.REJECTION}
-        completions = asyncio.run(_sample(stack.address, params, 4))
+        completions = sampled(stack.address, SamplingParams(**params), range(4), PROMPT)
     lengths = {len(done.speculation.drafted_per_position) for done in completions}
     assert max(lengths) == 5
     assert fit_p_value(completions, logits, SamplingParams(**params)) > FALSE_ALARM_RATE
-
-
-async def _sample(
-    address: str, params: dict[str, Any], num_generations: int, num_streams: int = NUM_STREAMS
-) -> list[Completion]:
-    """That many generations with seeds 0, 1, ..., of which so many run at a time."""
-    free = asyncio.Semaphore(num_streams)
-
-    async def one(client: AsyncClient, seed: int) -> Completion:
-        async with free:
-            return await client.generate(params=SamplingParams(**params, seed=seed), prompt_token_ids=PROMPT)
-
-    async with AsyncClient(address) as client:
-        return await asyncio.gather(*(one(client, seed) for seed in range(num_generations)))
 
 
 def _sample_together(address: str, kinds: list[dict[str, Any]], seeds: range) -> list[list[Completion]]:

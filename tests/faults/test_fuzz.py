@@ -8,22 +8,31 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
 
 from specwire import Rule, SamplingParams
+from specwire.core import Preparation, Proposal
 from specwire.engine.boot import ModelService
+from specwire.rpc.wire.draft import DraftOrder
+from specwire.rpc.wire.verify import VerifyOrder
+from specwire.support import Support
+from specwire.v1 import common_pb2, draft_pb2, generation_pb2, verify_pb2
 from tests.support import report
-from tests.support.conversations import METHODS, MOST_TOKENS, Method
 from tests.support.effort import sized
 from tests.support.fixtures import entered
-from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.harness import LocalStack, is_serving, local_stack, started_services
 from tests.support.integrity import check_integrity
+from tests.support.model_streams import draft, opening, sampling, verify
 from tests.support.mutations import mutated_bytes, mutated_conversation
 
 NUM_MESSAGES = sized(100, 5_000)  # of each kind, for each method
@@ -39,6 +48,8 @@ FINE = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+MOST_TOKENS = 15
+"""Of a generation; one that got so many may wait for an acknowledgement, which a mutant does not send."""
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(300, 1800))]
 services = entered(started_services)
 
@@ -47,6 +58,138 @@ services = entered(started_services)
 def stack(services: dict[str, ModelService], pair: tuple[Path, Path]) -> Iterator[LocalStack]:
     with local_stack(*pair) as running:
         yield running
+
+
+# --- every method, and what is said on it when nothing is wrong ------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method, which its descriptor describes.
+
+    Attributes:
+        service: role of the service that has it.
+        conversations: requests of a call, each a list.
+        most_answers: after which the caller leaves.
+    """
+
+    service: str
+    descriptor: MethodDescriptor
+    conversations: Sequence[Sequence[Message]]
+    most_answers: int = 1000
+
+    @property
+    def path(self) -> str:
+        return f"/{self.descriptor.containing_service.full_name}/{self.descriptor.name}"
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.descriptor.client_streaming)
+
+    @property
+    def answer(self) -> Any:
+        """Type of what comes back."""
+        return GetMessageClass(self.descriptor.output_type)
+
+    @property
+    def answers_stream(self) -> bool:
+        return bool(self.descriptor.server_streaming)
+
+
+GUMBEL = sampling(rule=common_pb2.RULE_GUMBEL)
+REJECTION = sampling(rule=common_pb2.RULE_REJECTION, temperature=0.8, top_p=0.9, min_p=0.01, logprobs=2)
+PENALTIES = sampling(
+    rule=common_pb2.RULE_GUMBEL, top_k=5, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={7: 2.0}
+)
+GREEDY = sampling(rule=common_pb2.RULE_REJECTION, temperature=0.0, frequency_penalty=-0.5)
+PAIRS = ((GUMBEL, REJECTION), (REJECTION, GREEDY), (PENALTIES, GUMBEL), (GREEDY, REJECTION))
+SUPPORT = Support(np.array([6, 7, 9]), np.array([0.5, 0.25, 0.25], np.float32))
+TRACED = f"00-{'1' * 32}-{'2' * 16}-01"
+
+
+def verified(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
+    """Two sequences; what the second one commits is one request behind the first one."""
+
+    def judged(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
+        supports = [SUPPORT, SUPPORT] if sampling is REJECTION else []
+        return {"proposal": Proposal(0, [6, 7], supports)}
+
+    begun, order = [opening(1, sampling=first), opening(2, sampling=other)], VerifyOrder
+    return [
+        verify(order(1, 1, 0, [3, 4, 5], **judged(first)), opened=begun[:1]),
+        verify(
+            order(1, 2, 4, [9], **judged(first), traceparent=TRACED),
+            order(2, 1, 0, [3, 4], **judged(other)),
+            opened=begun[1:],
+        ),
+        verify(order(1, 3, 5, [10, 11]), order(2, 2, 3, [12], **judged(other))),
+        verify(order(2, 3, 4, [13]), closed=[1]),
+    ]
+
+
+def drafted(first: common_pb2.SamplingParams, other: common_pb2.SamplingParams) -> list[Message]:
+    """As `verified`."""
+    ahead, order = Preparation(4, 3), DraftOrder
+    begun = [opening(1, sampling=first), opening(2, sampling=other)]
+    return [
+        draft(order(1, 1, 0, [3, 4, 5], 3, prepare=ahead), opened=begun[:1]),
+        draft(order(1, 2, 4, [9], 2), order(2, 1, 0, [3, 4], 2, prepare=ahead), opened=begun[1:]),
+        draft(order(1, 3, 5, [10, 11], 0, prepare=ahead), order(2, 2, 3, [12], 0)),
+        draft(order(2, 3, 4, [13], 1), closed=[1]),
+    ]
+
+
+def generation(sampling: common_pb2.SamplingParams, **prompt: Any) -> list[Message]:
+    request = generation_pb2.GenerateRequest
+    stops = generation_pb2.StopConditions(max_tokens=8, stop=["fox"], stop_token_ids=[2], ignore_eos=True)
+    first = request(sampling=sampling, stop_conditions=stops, credit_tokens=64, **prompt)
+    return [first, request(credit_tokens=5), request(credit_tokens=3)]
+
+
+CHAT = generation_pb2.Messages(messages=[generation_pb2.Message(role="user", content="Hello, hello world!")])
+GENERATIONS = [
+    generation(GUMBEL, token_ids=generation_pb2.TokenIds(ids=[3, 4, 5])),
+    generation(REJECTION, text="The quick brown", num_draft_tokens=2),
+    generation(PENALTIES, messages=CHAT),
+    generation(GREEDY, text="def f(x):", num_draft_tokens=0),
+]
+CHECKS = [
+    [health_pb2.HealthCheckRequest()],
+    [health_pb2.HealthCheckRequest(service="specwire.v1.VerifyService")],
+]
+CONVERSATIONS: dict[str, Sequence[Sequence[Message]]] = {
+    "Generate": GENERATIONS,
+    "Draft": [drafted(*pair) for pair in PAIRS],
+    "Verify": [verified(*pair) for pair in PAIRS],
+    "Check": CHECKS,
+    "Watch": CHECKS,
+}
+
+
+def method_of(service: str, descriptor: MethodDescriptor) -> Method:
+    """Of others than these, one request, from the middle of a tokenizer if it asks for one."""
+    request = GetMessageClass(descriptor.input_type)
+    offset = {"offset": 7} if descriptor.name == "GetTokenizer" else {}
+    said = CONVERSATIONS.get(descriptor.name, [[request(**offset)]])
+    return Method(service, descriptor, said, 1 if descriptor.name == "Watch" else 1000)
+
+
+SERVED = (
+    ("coordinator", generation_pb2.DESCRIPTOR),
+    ("draft", draft_pb2.DESCRIPTOR),
+    ("verify", verify_pb2.DESCRIPTOR),
+    ("verify", health_pb2.DESCRIPTOR),
+)
+METHODS: Sequence[Method] = [
+    method_of(role, method)
+    for role, file in SERVED
+    for service in file.services_by_name.values()
+    for method in service.methods
+    if method.name != "List"  # of Health, which is not served
+]
+
+
+# --- mutants of that --------------------------------------------------------------------------------
 
 
 def encoded(messages: Sequence[Message]) -> list[bytes]:
@@ -145,13 +288,6 @@ def address_of(stack: LocalStack, service: str) -> str:
     return addresses[service]
 
 
-def assert_serving(stack: LocalStack) -> None:
-    for service in ("coordinator", "draft", "verify"):
-        with grpc.insecure_channel(address_of(stack, service)) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
-
-
 def defects(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged as one. That a client left before its status is grpc's to tell, and none."""
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
@@ -187,13 +323,14 @@ def test_mutants(
     odd = [(seed, *status) for seed, status in zip(seeds, found, strict=True) if status[0] not in FINE]
     assert odd == []
     assert defects(caplog) == []
-    assert_serving(stack)
+    for service in ("coordinator", "draft", "verify"):
+        assert is_serving(address_of(stack, service)), service
     again = stack.client.generate(prompt_token_ids=[3, 4, 5], params=PARAMS)
     assert again.token_ids == expected.token_ids
     assert again.speculation.draft_unavailable == ""
     stack.assert_idle_within(10.0)
-    for service in services.values():
-        check_integrity(service.runner.pool)
+    for each in services.values():
+        check_integrity(each.runner.pool)
     counts = Counter("errors of sequences" if code is OK and said else code.name for code, said in found)
     shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     report.note(f"{NUM_MESSAGES} of {mutate.__name__} to {method.service} {method.path}", "serving", shown)

@@ -13,9 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import AsyncClient, Rule, SamplingParams
 from specwire.engine import boot
@@ -23,15 +21,12 @@ from specwire.engine.batch import Feed
 from specwire.engine.device import Decide
 from specwire.engine.progress import LEAST_LIMIT_S, LOOK_EVERY_S, Watchdog
 from specwire.engine.replies import Replies
-from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.harness import LocalStack, is_serving, local_stack, started_services
 from tests.support.processes import wait_until
 
 PASS_MS = 10.0
 TARGET, DRAFT = f"emulated:step_ms={PASS_MS:g}", "emulated:step_ms=1,alpha=0.8"
 PROMPT = [3, 1, 4]
-SERVING, NOT_SERVING = (
-    health_pb2.HealthCheckResponse.ServingStatus.Value(n) for n in ("SERVING", "NOT_SERVING")
-)
 
 
 class Brake:
@@ -69,12 +64,6 @@ def braked(role: str, **options: Any) -> Iterator[tuple[LocalStack, Brake]]:
             yield stack, brake
         finally:
             brake.release()
-
-
-def health(address: str) -> int:
-    with grpc.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest()
-        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
 
 
 def test_silence_counts_while_the_loop_looks_and_there_is_work() -> None:
@@ -130,7 +119,7 @@ def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
                 hung = await gaps(client, 400, hold_at=100)
                 assert max(hung) < 1.5
                 assert sorted(hung)[-2] < 0.5, "the others did not wait"
-                wait_until(lambda: health(stack.draft_address) == NOT_SERVING, 30)
+                wait_until(lambda: not is_serving(stack.draft_address), 30)
                 replica = (await client.get_status()).draft_replicas[0]
                 while "hangs" not in replica.unavailable:
                     await asyncio.sleep(0.05)
@@ -138,7 +127,7 @@ def test_a_draft_that_hangs_costs_one_wait(num_draft_tokens: str) -> None:
                 meanwhile = await gaps(client, 100)
                 assert max(meanwhile[1:]) < 0.5
                 brake.release()
-                wait_until(lambda: health(stack.draft_address) == SERVING, 30)
+                wait_until(lambda: is_serving(stack.draft_address), 30)
                 async with asyncio.timeout(30):
                     while not await speculates(client):
                         pass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import pytest
 from tests.support import report
 from tests.support.effort import sized
 from tests.support.fleet import Fleet
+from tests.support.processes import wait_until
 from tests.support.readers import Load, Seen, run
 
 NUM_RUNS = sized(2, 100)
@@ -83,14 +83,11 @@ def test_killer() -> None:
         async def all_runs() -> None:
             undisturbed = await run(fleet.address, LOAD)
             assert not undisturbed.errors
-            for number in range(NUM_RUNS):
+            for _ in range(NUM_RUNS):
                 seen = await disturbed(fleet, draws, undisturbed)
                 ends["identical"] += seen.num_done
                 ends.update(error.partition(":")[0] for error in seen.errors)
-                deadline_s = time.monotonic() + 30
-                while await asyncio.to_thread(fleet.num_held):
-                    assert time.monotonic() < deadline_s, f"run {number}: still held"
-                    await asyncio.sleep(0.1)
+                await asyncio.to_thread(wait_until, lambda: not fleet.num_held(), 30)
 
         asyncio.run(all_runs())
     finally:

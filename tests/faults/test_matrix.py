@@ -26,15 +26,12 @@ import pytest
 from specwire import AsyncClient, RetryPolicy, ServiceUnavailableError
 from specwire.cli.process import Service
 from specwire.config.flags import flag_words
-from specwire.config.link import Link
 from specwire.v1 import generation_pb2
 from tests.support import report
 from tests.support.effort import CHAOS, sized
-from tests.support.faulty_proxy import FaultyProxy
 from tests.support.fleet import START_S, Fleet, stopped
-from tests.support.harness import LoopThread, StackProxy
+from tests.support.harness import is_serving, proxied
 from tests.support.readers import Load, Seen, run, run_http
-from tests.support.rigs import is_serving
 
 NUM_CLIENTS = 8
 LOAD = Load(NUM_CLIENTS, sized(2, 100), num_tokens=100)
@@ -96,47 +93,46 @@ class Cell:
         return replace(load, max_depth=self.max_depth)
 
 
-SLOW, SERIAL = pytest.mark.slow, pytest.mark.serial
 CELLS = [
     # Another draft is taken up; without any, plain decoding.
-    (Cell("draft", "kill", "mid", 1.0), [SLOW]),
-    (Cell("draft", "kill", "mid", 1.0, max_depth=4), [SLOW]),
-    (Cell("draft", "kill", "before", 1.0), [SLOW]),
-    (Cell("draft", "kill", "between", 1.0), [SLOW]),
-    (Cell("draft", "stop", "mid", 2.0), [SLOW]),
-    (Cell("draft", "stop", "before", 2.0), [SLOW]),
-    (Cell("draft", "hang", "mid", 2.0), []),
-    (Cell("draft", "cut", "mid", 2.0), [SLOW]),
-    (Cell("draft", "drain", "mid", 1.0), [SLOW]),
-    (Cell("drafts", "kill", "mid", 1.0), [SLOW]),
-    (Cell("drafts", "stop", "mid", 4.0), [SLOW]),
+    Cell("draft", "kill", "mid", 1.0),
+    Cell("draft", "kill", "mid", 1.0, max_depth=4),
+    Cell("draft", "kill", "before", 1.0),
+    Cell("draft", "kill", "between", 1.0),
+    Cell("draft", "stop", "mid", 2.0),
+    Cell("draft", "stop", "before", 2.0),
+    Cell("draft", "hang", "mid", 2.0),
+    Cell("draft", "cut", "mid", 2.0),
+    Cell("draft", "drain", "mid", 1.0),
+    Cell("drafts", "kill", "mid", 1.0),
+    Cell("drafts", "stop", "mid", 4.0),
     # Streams are opened at the other one from their committed tokens; without any, they wait, and end after
     # `--failover-timeout-s`. The device of one hangs: 20 times its usual pass, 2 s at least.
-    (Cell("verify", "kill", "mid", 3.0), []),
-    (Cell("verify", "kill", "mid", 3.0, max_depth=4), []),
-    (Cell("verify", "kill", "before", 3.0), [SLOW]),
-    (Cell("verify", "kill", "between", 3.0), [SLOW]),
-    (Cell("verify", "stop", "mid", 4.0), []),
-    (Cell("verify", "stop", "between", 4.0), [SLOW]),
-    (Cell("verify", "hang", "mid", 3.01), [SLOW, SERIAL]),
-    (Cell("verify", "cut", "mid", 4.0), [SLOW]),
-    (Cell("verify", "drain", "mid", 1.0), []),
-    (Cell("verifies", "kill", "mid", 60.0), [SLOW]),
-    (Cell("verifies", "stop", "mid", STOP_GAP_S), [SLOW]),
-    (Cell("verifies", "cut", "mid", 10.0, NO_VERIFY), []),
+    Cell("verify", "kill", "mid", 3.0),
+    Cell("verify", "kill", "mid", 3.0, max_depth=4),
+    Cell("verify", "kill", "before", 3.0),
+    Cell("verify", "kill", "between", 3.0),
+    Cell("verify", "stop", "mid", 4.0),
+    Cell("verify", "stop", "between", 4.0),
+    Cell("verify", "hang", "mid", 3.01),
+    Cell("verify", "cut", "mid", 4.0),
+    Cell("verify", "drain", "mid", 1.0),
+    Cell("verifies", "kill", "mid", 60.0),
+    Cell("verifies", "stop", "mid", STOP_GAP_S),
+    Cell("verifies", "cut", "mid", 10.0, NO_VERIFY),
     # The client resumes at the other one, once; without any, it says how far it came.
-    (Cell("coordinator", "kill", "mid", 4.0), []),
-    (Cell("coordinator", "kill", "before", 4.0), [SLOW]),
-    (Cell("coordinator", "kill", "between", 4.0), [SLOW]),
+    Cell("coordinator", "kill", "mid", 4.0),
+    Cell("coordinator", "kill", "before", 4.0),
+    Cell("coordinator", "kill", "between", 4.0),
     # Clients wait for 20 s: a coordinator may just be busy.
-    (Cell("coordinator", "stop", "mid", 25.0), [SLOW]),
-    (Cell("coordinator", "cut", "mid", 25.0), [SLOW]),
-    (Cell("coordinator", "drain", "mid", 1.0), [SLOW]),
-    (Cell("coordinators", "kill", "mid", DEADLINE_S + 2.0, NO_COORDINATOR), [SLOW]),
+    Cell("coordinator", "stop", "mid", 25.0),
+    Cell("coordinator", "cut", "mid", 25.0),
+    Cell("coordinator", "drain", "mid", 1.0),
+    Cell("coordinators", "kill", "mid", DEADLINE_S + 2.0, NO_COORDINATOR),
     # An HTTP client cannot resume: what a front has begun ends with it, or is finished by it.
-    (Cell("front", "kill", "mid", 5.0, NO_FRONT), []),
-    (Cell("front", "stop", "mid", STOP_GAP_S), [SLOW]),
-    (Cell("front", "drain", "mid", 1.0), [SLOW]),
+    Cell("front", "kill", "mid", 5.0, NO_FRONT),
+    Cell("front", "stop", "mid", STOP_GAP_S),
+    Cell("front", "drain", "mid", 1.0),
 ]
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(sized(300, 900))]
@@ -153,15 +149,10 @@ class Rig:
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.fleet = Fleet(num_coordinators=2, num_fronts=1, failover_timeout_s=PATIENCE_S, num_outcomes="8")
         stack.callback(self.fleet.close)
-        thread = LoopThread()
-        stack.callback(thread.close)
-
-        def link(service: Service) -> StackProxy:
-            proxy = FaultyProxy(service.address, Link())
-            return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
-
-        roles = ("draft", "verify", "coordinator")
-        self.links = {role: [link(one) for one in self.fleet.group(role)] for role in roles}
+        self.links = {
+            role: [stack.enter_context(proxied(each.address)) for each in self.fleet.group(role)]
+            for role in ("draft", "verify", "coordinator")
+        }
         flags: dict[str, object] = {"address": "127.0.0.1:0", "failover_timeout_s": FAILOVER_S}
         for role in ("draft", "verify"):
             flags[f"{role}_address"] = ",".join(one.address for one in self.links[role])
@@ -290,13 +281,14 @@ def undisturbed(rig: Rig) -> Seen:
     return seen
 
 
-def named(cell: Cell, marks: list[Any]) -> Any:
+def named(cell: Cell) -> Any:
     trees = "-trees" if cell.max_depth else ""
+    marks = [pytest.mark.serial] if (cell.who, cell.fault) == ("verify", "hang") else []
     return pytest.param(cell, marks=marks, id=f"{cell.who}-{cell.fault}-{cell.moment}{trees}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [named(cell, marks) for cell, marks in CELLS])
+@pytest.mark.parametrize("cell", [named(cell) for cell in CELLS])
 async def test_cell(rig: Rig, undisturbed: Seen, cell: Cell, request: pytest.FixtureRequest) -> None:
     try:
         found = await disturbed(rig, cell)

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-import coordinator.service
 import draft_service.service
-import verify_service.service
 from specwire import Client, SamplingParams
-from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
+from specwire.config.services import DraftConfig
 from specwire.core import Fate
-from tests.support.harness import LoopThread
+from tests.support.harness import LoopThread, local_stack
 from tests.support.processes import wait_until
 
 PROMPT = "The quick brown"
@@ -37,23 +35,19 @@ class RestartableDraft:
         running = self._thread.entered(lambda: draft_service.service.serving(config))
         self.address = self._context.enter_context(running)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._context.close()
 
 
 @pytest.fixture
 def client_and_draft(pair: tuple[Path, Path]) -> Iterator[tuple[Client, RestartableDraft]]:
     """Of a stack of their own."""
-    with contextlib.ExitStack() as stack:
-        thread = LoopThread()
-        stack.callback(thread.close)
-        target = VerifyConfig(model=str(pair[0]), dtype="float32", address="127.0.0.1:0", grace_s=0.0)
-        verify = stack.enter_context(thread.entered(lambda: verify_service.service.serving(target)))
-        draft = RestartableDraft(thread, pair[1])
-        stack.callback(draft.stop)
-        config = CoordinatorConfig(verify_address=verify, draft_address=draft.address, grace_s=0.0)
-        address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
-        yield stack.enter_context(Client(address)), draft
+    with (
+        contextlib.closing(LoopThread()) as thread,
+        contextlib.closing(RestartableDraft(thread, pair[1])) as draft,
+        local_stack(pair[0], coordinator_options={"draft_address": draft.address}) as stack,
+    ):
+        yield stack.client, draft
 
 
 class TestRestarts:
@@ -65,7 +59,7 @@ class TestRestarts:
         with client.stream(PROMPT, self.GREEDY) as stream:
             chunks = iter(stream)
             next(chunks)
-            draft.stop()
+            draft.close()
             list(chunks)
             done = stream.completion
         assert done.token_ids == undisturbed.token_ids
@@ -88,7 +82,7 @@ class TestRestarts:
         with client.stream(PROMPT, params) as stream:
             chunks = iter(stream)
             next(chunks)
-            draft.stop()
+            draft.close()
             draft.start()
             after = skip_until_plain(chunks)
             fates = (token.fate for chunk in after for token in chunk.tokens)

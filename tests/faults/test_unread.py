@@ -28,7 +28,7 @@ from tests.support import report
 from tests.support.effort import sized
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.fronts import front
-from tests.support.idle import Engines, idle_after_s
+from tests.support.idle import until_idle
 
 MAX_RUNNING = sized(8, 256)
 NUM_STREAMS = sized(16, 500)
@@ -95,27 +95,16 @@ async def probing(stack: Stack) -> AsyncIterator[Probe]:
         await asyncio.gather(probing, return_exceptions=True)
 
 
-async def until_paused(client: AsyncClient) -> float:
-    """Wait until none generates but a probe's; returns when it was."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while (status := await client.get_status()).num_running + status.num_waiting > 1 or not status.num_paused:
-        assert time.monotonic() < deadline_s, status
+async def until_ended(client: AsyncClient) -> float:
+    """Wait until all but a probe's are paused, and then until they are gone; returns when they paused."""
+    began_s, paused_s = time.monotonic(), list[float]()
+    while len(paused_s) < 2:
+        status = await client.get_status()
+        if status.num_running + status.num_waiting <= 1 and bool(status.num_paused) is not bool(paused_s):
+            paused_s.append(time.monotonic())
+        assert time.monotonic() < began_s + TIMEOUT_S, status
         await asyncio.sleep(0.05)
-    return time.monotonic()
-
-
-async def until_ended(client: AsyncClient) -> None:
-    """But for what a probe is about."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while (status := await client.get_status()).num_paused or status.num_running + status.num_waiting > 1:
-        assert time.monotonic() < deadline_s, status
-        await asyncio.sleep(0.05)
-
-
-async def assert_nothing_held(stack: Stack, client: AsyncClient) -> None:
-    assert stack.draft is not None
-    async with contextlib.aclosing(Engines(stack.verify.address, stack.draft.address)) as engines:
-        await idle_after_s(client, engines)
+    return paused_s[0]
 
 
 def judge(case: str, count: int, probe: Probe, began_s: float, paused_s: float) -> None:
@@ -153,8 +142,7 @@ async def test_unread_streams_of_the_sdk(stack: Stack) -> None:
         async with probing(stack) as probe:
             streams = [await unread(client) for _ in range(NUM_STREAMS - 1)]
             resumed = await unread(resuming)
-            paused_s = await until_paused(client)
-            await until_ended(client)
+            paused_s = await until_ended(client)
         assert await read(resumed) == expected
         assert resumed.num_resumes == 1
         for stream in streams:
@@ -162,7 +150,7 @@ async def test_unread_streams_of_the_sdk(stack: Stack) -> None:
                 await read(stream)
             assert 0 < caught.value.num_tokens <= MIN_CREDIT_TOKENS
             assert tuple(t.token_id for t in caught.value.tokens) == expected[: caught.value.num_tokens]
-        await assert_nothing_held(stack, client)
+        await until_idle(client, stack)
     judge("streams of the SDK that nobody reads", NUM_STREAMS, probe, began_s, paused_s)
 
 
@@ -182,13 +170,12 @@ async def test_streams_that_never_acknowledge(stack: Stack) -> None:
         began_s = time.monotonic()
         async with probing(stack) as probe:
             calls = [await silent(exits) for _ in range(NUM_SILENT)]
-            paused_s = await until_paused(client)
-            await until_ended(client)
+            paused_s = await until_ended(client)
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 _ = [response async for response in call]
             assert isinstance(from_rpc_error(caught.value), StreamIdleError)
-        await assert_nothing_held(stack, client)
+        await until_idle(client, stack)
     judge("streams that never acknowledge", NUM_SILENT, probe, began_s, paused_s)
 
 
@@ -203,14 +190,13 @@ async def test_unread_events(stack: Stack) -> None:
         async with AsyncClient(stack.address) as client:
             began_s = time.monotonic()
             async with probing(stack) as probe:
-                paused_s = await until_paused(client)
-                await until_ended(client)
+                paused_s = await until_ended(client)
             received = await asyncio.to_thread(rest_of, connections[0])
             assert b"[DONE]" in received[-64:], received[-300:]
             assert num_tokens_of(received) == NUM_CHOICES * num_tokens
             for connection in connections:
                 connection.close()
-            await assert_nothing_held(stack, client)
+            await until_idle(client, stack)
     judge("unread streams over HTTP", num_streams, probe, began_s, paused_s)
 
 

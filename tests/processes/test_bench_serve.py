@@ -6,11 +6,10 @@ import asyncio
 import io
 import json
 import math
+import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,22 @@ import pytest
 from specwire import AsyncClient, SamplingParams
 from specwire.cli import main as cli
 from tests.support.command_line import one_line_error, usage_error
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
+from tests.support.processes import running
 from tools.bench import report
 from tools.bench.backends import Coordinator
 from tools.bench.metrics import METRICS, RequestRecord, summarize
 from tools.bench.prompts import Prompt
 from tools.bench.serve import Measurement, OfferedLoad
 
-ROOT = Path(__file__).parents[2]
 TARGET_MS, DRAFT_MS, ALPHA = 10.0, 1.0, 0.8
 PARAMS = SamplingParams(max_tokens=16, num_draft_tokens=3)
 PROMPT = Prompt(token_ids=(1, 2, 3))
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[LocalStack]:
-    target, draft = f"emulated:step_ms={TARGET_MS}", f"emulated:step_ms={DRAFT_MS},alpha={ALPHA}"
-    with local_stack(target, draft) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[LocalStack]:
-    """One generation at a time, and none that waits."""
-    with local_stack(
-        f"emulated:step_ms={TARGET_MS}", coordinator_options={"max_running": 1, "max_waiting": 0}
-    ) as running:
-        yield running
+TARGET, DRAFT = f"emulated:step_ms={TARGET_MS}", f"emulated:step_ms={DRAFT_MS},alpha={ALPHA}"
+stack = entered(lambda: local_stack(TARGET, DRAFT))
+# One generation at a time, and none that waits.
+narrow = entered(lambda: local_stack(TARGET, coordinator_options={"max_running": 1, "max_waiting": 0}))
 
 
 def measured(address: str, load: OfferedLoad, prompts: list[Prompt] | None = None) -> Measurement:
@@ -228,31 +216,21 @@ class TestCommand:
         argv = ["bench", "serve", "--server", "127.0.0.1:1", "--rate", "1", *flags]
         assert flags[0].strip("-") in one_line_error(2, argv, capsys)
 
-    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["bench", "serve", "--help"])
-        assert ended.value.code == 0
-        text = capsys.readouterr().out
-        assert not {"==SUPPRESS==", "None", "MISSING"} & set(text.split())
-        assert all(len(line) <= 100 for line in text.splitlines())
-        assert "--num-draft-tokens" in text
-
 
 def test_ctrl_c_prints_what_was_measured(stack: LocalStack, tmp_path: Path) -> None:
     json_file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "specwire.cli", "bench", "serve", "--server", stack.address]
-    command += ["--rate", "20", "--num-requests", "2000", "--max-tokens", "8", "--json", str(json_file)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finished_before = stack.client.get_status().num_finished
-    while stack.client.get_status().num_finished < finished_before + 5:
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
-    assert process.returncode == 130
-    assert "interrupted after" in err
-    assert "Traceback" not in err
-    assert "0 failed" in out
+    argv = ("bench", "serve", "--server", stack.address, "--rate", "20", "--num-requests", "2000")
+    with running(*argv, "--max-tokens", "8", "--json", str(json_file)) as command:
+        finished_before = stack.client.get_status().num_finished
+        while stack.client.get_status().num_finished < finished_before + 5:
+            assert command.process.poll() is None
+            time.sleep(0.05)
+        command.process.send_signal(signal.SIGINT)
+        out, _ = command.process.communicate(timeout=3)
+        said = command.errors()
+        assert command.process.returncode == 130
+    assert re.fullmatch(r"[^\n]*interrupted after \d+ of \d+ requests[^\n]*\n?", said)
+    assert b"0 failed" in out
     found = json.loads(json_file.read_text())
     assert found["interrupted"] is True
     assert 1 <= found["completed"] < 2000

@@ -7,9 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire import (
     AsyncClient,
@@ -21,7 +19,7 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
-from specwire.cli.process import Service, wait_ready
+from specwire.cli.process import Service
 from specwire.config.fields import split_address
 from specwire.config.link import Link
 from specwire.config.services import VerifyConfig
@@ -29,11 +27,13 @@ from specwire.rpc import server as rpc_server
 from specwire.rpc.draining import Drain
 from specwire.rpc.server import Server
 from tests.support.faulty_proxy import FaultyProxy
+from tests.support.fleet import Fleet
+from tests.support.harness import is_serving
+from tests.support.processes import wait_until
 
 PROMPT = [1, 2, 3]
 NUM_STREAMS = 200
 NUM_TOKENS = 100  # more than an unread generation emits
-START_S = 240.0
 END_S = 60.0
 GRACE_S = 60.0
 
@@ -70,45 +70,10 @@ async def test_calls_that_grpc_cannot_end_do_not_block_the_stop(
     await ends(0)
 
 
-class Processes:
-    """Draft, verify and two coordinators, each of which a test ends."""
-
-    def __init__(self) -> None:
-        self._started: list[Service] = []
-        self.verify = self._start("verify_service", "--model", "emulated:step_ms=5")
-        self.draft = self._start("draft_service", "--model", "emulated:step_ms=1,alpha=0.95")
-        wait_ready([self.verify, self.draft], START_S)
-        self.coordinators = [self.start_coordinator(), self.start_coordinator()]
-
-    def _start(self, module: str, *flags: str, address: str = "127.0.0.1:0") -> Service:
-        service = Service(module, [*flags, "--address", address, "--grace-s", str(GRACE_S)])
-        self._started.append(service)
-        return service
-
-    def start_coordinator(self, address: str = "127.0.0.1:0") -> Service:
-        peers = ("--verify-address", self.verify.address, "--draft-address", self.draft.address)
-        service = self._start("coordinator", *peers, "--num-draft-tokens", "8", address=address)
-        service.ready(START_S)
-        return service
-
-    def kill(self) -> None:
-        for service in self._started:
-            service.kill()
-
-
-def health(address: str) -> int:
-    with grpc.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest()
-        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status
-
-
 async def ask_to_end(service: Service) -> None:
     """SIGTERM, and wait until it shows."""
     service.terminate()
-    deadline = time.monotonic() + END_S
-    while await asyncio.to_thread(health, service.address) != health_pb2.HealthCheckResponse.NOT_SERVING:
-        assert time.monotonic() < deadline, "still serving"
-        await asyncio.sleep(0.02)
+    await asyncio.to_thread(wait_until, lambda: not is_serving(service.address), END_S)
 
 
 @contextlib.asynccontextmanager
@@ -136,16 +101,15 @@ class TestSigterm:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def processes(cls) -> Iterator[Processes]:
-        running = Processes()
-        try:
+    def fleet(cls) -> Iterator[Fleet]:
+        with contextlib.closing(
+            Fleet(num_models=1, num_coordinators=2, num_draft_tokens=8, grace_s=GRACE_S)
+        ) as running:
             yield running
-        finally:
-            running.kill()
 
     @pytest.mark.slow
-    async def test_200_in_flight_and_none_fails(self, processes: Processes) -> None:
-        ending, other = processes.coordinators
+    async def test_200_in_flight_and_none_fails(self, fleet: Fleet) -> None:
+        ending, other = fleet.coordinators
         addresses = [ending.address, other.address]
         at_once = RetryPolicy(patience_s=0.0)
         async with AsyncClient(addresses) as client, AsyncClient(ending.address, retry=at_once) as alone:
@@ -161,9 +125,9 @@ class TestSigterm:
         assert len({each.token_ids for each in done}) == 1
         assert not any(each.num_resumes for each in done), "the coordinator itself finished them"
 
-    async def test_behind_one_address_another_serves(self, processes: Processes) -> None:
+    async def test_behind_one_address_another_serves(self, fleet: Fleet) -> None:
         """A balancer of connections: a request that meets the drain goes over a new one, what runs stays."""
-        ending, other = processes.start_coordinator(), processes.start_coordinator()
+        ending, other = fleet.start_coordinator(), fleet.start_coordinator()
         balancer = FaultyProxy(ending.address, Link())
         async with balancer as address, AsyncClient(address) as client:
             params = SamplingParams(max_tokens=4)
@@ -185,26 +149,26 @@ class TestSigterm:
             assert not any(each.num_resumes for each in done_here)
             assert await asyncio.to_thread(ending.process.wait, END_S) == 0
 
-    async def test_one_that_takes_its_place_later_serves(self, processes: Processes) -> None:
+    async def test_one_that_takes_its_place_later_serves(self, fleet: Fleet) -> None:
         """With one replica nothing serves for a while: the request waits, as one does that has begun."""
-        ending = processes.start_coordinator()
+        ending = fleet.start_coordinator()
         async with AsyncClient(ending.address) as client:
             params = SamplingParams(max_tokens=4)
             await client.generate(params=params, prompt_token_ids=PROMPT)
             ending.terminate()
             assert await asyncio.to_thread(ending.process.wait, END_S) == 0
             waiting = asyncio.create_task(client.generate(params=params, prompt_token_ids=PROMPT))
-            await asyncio.to_thread(processes.start_coordinator, ending.address)
+            await asyncio.to_thread(fleet.start_coordinator, ending.address)
             done = await waiting
             assert (done.usage.completion_tokens, done.num_resumes) == (4, 0)
-        async with AsyncClient(processes.verify.address.rpartition(":")[0] + ":1") as stranger:
+        async with AsyncClient(fleet.verifies[0].address.rpartition(":")[0] + ":1") as stranger:
             began_s = time.monotonic()
             with pytest.raises(ServiceUnavailableError, match="nothing"):
                 await stranger.generate(params=params, prompt_token_ids=PROMPT)
             assert time.monotonic() - began_s < 5.0, "an address where nothing ever served is not waited for"
 
-    async def test_a_second_signal_cuts_off_what_runs(self, processes: Processes) -> None:
-        ending = processes.start_coordinator()
+    async def test_a_second_signal_cuts_off_what_runs(self, fleet: Fleet) -> None:
+        ending = fleet.start_coordinator()
         retry = RetryPolicy(resume=False)
         async with AsyncClient(ending.address, retry=retry) as client, begun(client, 1) as streams:
             await ask_to_end(ending)

@@ -36,13 +36,13 @@ def test_sigterm_as_soon_as_it_can_be_noticed(name: str) -> None:
     assert _status_after(name, signal.SIGTERM, 0.0) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "number"),
     [
-        "specwire coordinator",
-        pytest.param("specwire draft", marks=pytest.mark.serial),
-        pytest.param("verify", marks=pytest.mark.serial),
+        ("specwire coordinator", signal.SIGTERM),
+        ("specwire coordinator", signal.SIGINT),
+        pytest.param("specwire draft", signal.SIGINT, marks=pytest.mark.serial),
+        pytest.param("verify", signal.SIGTERM, marks=pytest.mark.serial),
     ],
 )
 def test_a_signal_while_it_waits_or_loads(name: str, number: signal.Signals) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +13,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from specwire.config.fields import split_address
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
+from tests.support.processes import Command, running
 
 pytestmark = pytest.mark.serial
 
@@ -33,36 +33,21 @@ BOMBS = {
 class Front:
     """`specwire http`."""
 
-    def __init__(self, server: str) -> None:
-        words = [
-            "http",
-            "--address",
-            "127.0.0.1:0",
-            "--server",
-            server,
-            "--model-name",
-            "m",
-            "--grace-s",
-            "0",
-        ]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "specwire.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().decode().removeprefix("ready ").strip()
+    def __init__(self, command: Command) -> None:
+        self._pid = command.process.pid
+        self.address = command.ready_line().removeprefix("ready ").strip()
 
     @property
     def peak_mb(self) -> float:
         """The most memory that it had since it was last asked."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        status = Path(f"/proc/{self._pid}/status").read_text()
+        Path(f"/proc/{self._pid}/clear_refs").write_text("5")
         found = re.search(r"VmHWM:\s+(\d+) kB", status)
         assert found is not None
         return int(found[1]) / 1024
 
     def connect(self) -> socket.socket:
-        host, _, port = self.address.partition(":")
-        return socket.create_connection((host, int(port)), timeout=20)
+        return socket.create_connection(split_address("address", self.address), timeout=20)
 
 
 stack = entered(lambda: local_stack("emulated:step_ms=1,vocab_size=4096"))
@@ -70,13 +55,11 @@ stack = entered(lambda: local_stack("emulated:step_ms=1,vocab_size=4096"))
 
 @pytest.fixture(scope="module")
 def front(stack: LocalStack) -> Iterator[Front]:
-    running = Front(stack.address)
-    try:
-        complete(running)
-        yield running
-    finally:
-        running.process.kill()
-        running.process.wait()
+    options = ("--server", stack.address, "--model-name", "m", "--grace-s", "0")
+    with running("http", "--address", "127.0.0.1:0", *options) as command:
+        found = Front(command)
+        complete(found)
+        yield found
 
 
 def complete(front: Front) -> None:

@@ -6,9 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from specwire import Client, Rule, SamplingParams, UnauthenticatedError
@@ -17,8 +15,8 @@ from specwire.cli.process import Service
 from specwire.cli.supervisor import Stack
 from specwire.config.security.bearer import make_token
 from specwire.config.stack import UpConfig
-from specwire.rpc.statuses import from_rpc_error
-from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
+from tests.support.harness import handshake
+from tests.support.refusals import our_errors
 
 pytestmark = pytest.mark.slow
 
@@ -51,12 +49,10 @@ def stack(token: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
-def model_services(stack: Stack) -> list[tuple[Service, Any, Any]]:
-    """Each with a stub type and the request of its handshake."""
+def model_services(stack: Stack) -> list[tuple[str, Service]]:
+    """With their roles."""
     assert stack.draft is not None
-    verify = (verify_pb2_grpc.VerifyServiceStub, verify_pb2.VerifyServiceGetModelInfoRequest())
-    draft = (draft_pb2_grpc.DraftServiceStub, draft_pb2.DraftServiceGetModelInfoRequest())
-    return [(stack.draft, *draft), *((each, *verify) for each in stack.verifies)]
+    return [("draft", stack.draft), *(("verify", each) for each in stack.verifies)]
 
 
 def test_who_has_a_clients_token_is_served_with_all_that_is_there(
@@ -72,11 +68,9 @@ def test_who_has_a_clients_token_is_served_with_all_that_is_there(
 
 def test_model_services_serve_the_coordinator_only(stack: Stack, token: tuple[str, str]) -> None:
     for shown in ((), (("authorization", f"Bearer {token[0]}"),)):
-        for service, stub, request in model_services(stack):
-            with grpc.insecure_channel(service.address) as channel:
-                with pytest.raises(grpc.RpcError) as refused:
-                    stub(channel).GetModelInfo(request, timeout=30, metadata=shown)
-                assert isinstance(from_rpc_error(refused.value), UnauthenticatedError)
+        for role, service in model_services(stack):
+            with pytest.raises(UnauthenticatedError), our_errors():
+                handshake(role, service.address, shown)
             assert cli.main(["health", "--server", service.address]) == 0, "probes have none"
 
 
@@ -95,7 +89,7 @@ def test_the_token_is_in_files_without_a_name_and_nowhere_else(stack: Stack) -> 
     """So that nothing of it is left however the processes end."""
     [internal] = unnamed_files(stack.coordinator).values()
     assert internal.startswith("sw_")
-    for service, _, _ in model_services(stack):
+    for _, service in model_services(stack):
         [line] = unnamed_files(service).values()
         assert "sha256" in line
         assert internal not in line

@@ -8,44 +8,19 @@ import pty
 import re
 import select
 import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specwire import Client, Completion, SamplingParams
+from specwire import Client, SamplingParams
 from specwire.completion import Stage
+from tests.support.harness import is_serving
 from tests.support.processes import START_S, Command, running, wait_until
 
 PROMPT = "The quick brown"
 FIXED = ("--num-draft-tokens", "4")  # so that seeded text can be compared
-
-
-class Reading:
-    """A generation that another thread reads to its end."""
-
-    def __init__(self, address: str, params: SamplingParams) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._going = threading.Event()
-        self._done = self._pool.submit(self._read, address, params)
-        assert self._going.wait(START_S)
-
-    def _read(self, address: str, params: SamplingParams) -> Completion:
-        with Client(address) as client, client.stream(PROMPT, params) as stream:
-            for _ in stream:
-                self._going.set()
-            return stream.completion
-
-    def result(self) -> Completion:
-        try:
-            return self._done.result(60)
-        finally:
-            self._pool.shutdown()
 
 
 def up_argv(pair: tuple[Path, Path]) -> list[str]:
@@ -73,10 +48,7 @@ class TestUp:
     def test_three_services_of_their_own(self, up: Command, address: str) -> None:
         assert up.services.keys() == {"draft_service", "verify_service", "coordinator"}
         assert up.errors() == "", "no progress bars, no warnings"
-        with grpc.insecure_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert is_serving(address)
 
     def test_serves(self, address: str) -> None:
         with Client(address) as client:
@@ -88,12 +60,13 @@ class TestUp:
 
     def test_sigterm_lets_a_generation_finish_and_leaves_nothing(self, up: Command, address: str) -> None:
         params = SamplingParams(max_tokens=300, ignore_eos=True, num_draft_tokens=0)
-        reading = Reading(address, params)
-        up.process.terminate()
-        assert reading.result().usage.completion_tokens == 300
+        with Client(address) as client, client.stream(PROMPT, params) as stream:
+            next(iter(stream))
+            up.process.terminate()
+            list(stream)
+            assert stream.completion.usage.completion_tokens == 300
         assert up.ended() == 0
-        assert up.process.stdout is not None
-        assert up.process.stdout.read() == b"", "the ready line is all there is"
+        assert up.line() == "", "the ready line is all there is"
         assert "Traceback" not in up.errors()
         assert "by force" not in up.errors()
         up.assert_all_gone(1.0)
@@ -134,51 +107,32 @@ def check_stages(shown: str) -> None:
         assert 1e3 / float(total[column]) == pytest.approx(float(speed), abs=0.6, rel=0.01)
 
 
-class TestDemo:
-    """On a terminal."""
-
-    @staticmethod
-    @contextlib.contextmanager
-    def on_terminal(pair: tuple[Path, Path], max_tokens: int) -> Iterator[tuple[Command, int]]:
-        ours, theirs = pty.openpty()
-        target, draft = map(str, pair)
-        flags = ["--target", target, "--draft", draft, "--ignore-eos", "--max-tokens", str(max_tokens)]
-        flags += ["--seed", "1", "--rule", "rejection"]  # accepts, rejects and adds
-        flags += ["--least-pass-ms", "0", "--num-draft-tokens", "6"]
-        command = Command("demo", PROMPT, *flags, stdout=theirs)
+@pytest.mark.slow
+def test_a_demo_on_a_terminal_shows_fates_in_colour_and_cleans_up(pair: tuple[Path, Path]) -> None:
+    ours, theirs = pty.openpty()
+    target, draft = map(str, pair)
+    flags = ["--target", target, "--draft", draft, "--ignore-eos", "--max-tokens", "60", "--seed", "1"]
+    flags += ["--rule", "rejection", "--least-pass-ms", "0", "--num-draft-tokens", "6"]
+    with running("demo", PROMPT, *flags, stdout=theirs) as command:  # it accepts, rejects and adds
         os.close(theirs)
-        try:
-            yield command, ours
-        finally:
-            command.close()
-            os.close(ours)
+        shown = shown_on(command, ours)
+        assert command.ended() == 0
+        assert command.errors() == ""
+        text = shown.split(f"\x1b[1m{PROMPT}\x1b[0m")[2]  # the first one is without speculation
+        for code in ("32", "31;9", "34"):
+            assert f"\x1b[{code}m" in text
+        assert "60 tokens in " in text
+        assert "tokens/s" in text
+        check_stages(text)
+        command.assert_all_gone(1.0)
+    os.close(ours)
 
-    @staticmethod
-    def read(command: Command, terminal: int, until: str | None = None) -> str:
-        """Up to where `until` is shown, or all of it."""
-        shown = b""
-        while until is None or until.encode() not in shown:
-            assert select.select([terminal], [], [], START_S)[0], command.errors()
-            try:
-                data = os.read(terminal, 4096)
-            except OSError:  # the other end is closed
-                break
-            if not data:
-                break
-            shown += data
+
+def shown_on(command: Command, terminal: int) -> str:
+    """All that a command shows until its end."""
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while select.select([terminal], [], [], START_S)[0]:
+            shown += os.read(terminal, 4096)
             _ = command.services
-        return shown.decode(errors="replace")
-
-    @pytest.mark.slow
-    def test_shows_fates_in_colour_and_cleans_up(self, pair: tuple[Path, Path]) -> None:
-        with self.on_terminal(pair, max_tokens=60) as (command, terminal):
-            shown = self.read(command, terminal)
-            assert command.ended() == 0
-            assert command.errors() == ""
-            text = shown.split(f"\x1b[1m{PROMPT}\x1b[0m")[2]  # the first one is without speculation
-            for code in ("32", "31;9", "34"):
-                assert f"\x1b[{code}m" in text
-            assert "60 tokens in " in text
-            assert "tokens/s" in text
-            check_stages(text)
-            command.assert_all_gone(1.0)
+    return shown.decode(errors="replace")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
+
+from tests.support.processes import running
 
 KEY = "a-key-that-no-process-shows"
 SAID: Any = [{"role": "user", "content": "Return the lines of a file."}]
@@ -32,7 +30,7 @@ api_key: {KEY}
 class Served:
     """What it said at the start, and a client."""
 
-    process: subprocess.Popen[str]
+    process: psutil.Process
     said: dict[str, str]
     client: openai.OpenAI
 
@@ -41,19 +39,12 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = tmp_path_factory.mktemp("serve") / "serve.yaml"
     path.write_text(FILE)
-    command = [sys.executable, "-m", "specwire.cli", "serve", "--config", str(path)]
-    command += ["--port", "0", "--address", "127.0.0.1:0", "--seed", "5"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            said = dict(process.stdout.readline().strip().split(" ", 1) for _ in range(3))
-            with openai.OpenAI(
-                base_url=f"{said['page']}v1", api_key=KEY, max_retries=0, timeout=60
-            ) as client:
-                yield Served(process, said, client)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
+    flags = ("--config", str(path), "--port", "0", "--address", "127.0.0.1:0", "--seed", "5")
+    with running("serve", *flags) as command:
+        lines = command.ready_line(), command.line(), command.line()
+        said = dict(line.strip().split(" ", 1) for line in lines)
+        with openai.OpenAI(base_url=f"{said['page']}v1", api_key=KEY, max_retries=0, timeout=60) as client:
+            yield Served(psutil.Process(command.process.pid), said, client)
 
 
 def test_the_draft_is_said_to_be_the_default(served: Served) -> None:
@@ -95,22 +86,11 @@ def test_metrics_are_there_by_default(served: Served) -> None:
 def test_the_key_is_required_and_shown_nowhere(served: Served) -> None:
     with pytest.raises(openai.AuthenticationError):
         served.client.with_options(api_key="another").models.list()
-    tree = subprocess.run(
-        ["ps", "-e", "-o", "ppid=,args="], capture_output=True, text=True, check=True
-    ).stdout
-    children = [line for line in tree.splitlines() if line.split()[0] == str(served.process.pid)]
-    assert len(children) == 3, "the draft runs in the target's process"
-    assert KEY not in tree
-    for pid in os.listdir("/proc"):
-        if pid.isdecimal() and _parent(pid) == served.process.pid:
-            assert KEY not in Path("/proc", pid, "environ").read_text()
-
-
-def _parent(pid: str) -> int:
-    try:
-        return int(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # ended meanwhile
-        return 0
+    services = served.process.children()
+    assert len(services) == 3, "the draft runs in the target's process"
+    lines = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    assert not any(KEY in word for line in lines for word in line)
+    assert not any(KEY in str(each.environ()) for each in services)
 
 
 @pytest.mark.parametrize(

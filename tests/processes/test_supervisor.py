@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specwire import AsyncClient, Client, RetryPolicy, SamplingParams
+from specwire import Client, RetryPolicy, SamplingParams
 from specwire.cli.kept import KeptService
 from specwire.cli.process import Service
 from specwire.cli.supervisor import Stack
-from specwire.config.models import NO_DRAFT
-from specwire.config.stack import StackConfig, UpConfig
+from specwire.config.stack import StackConfig
 from specwire.errors import ServiceUnavailableError
-from tests.support.processes import wait_until
+from tests.support.processes import running, wait_until
 
 HANGS = """
 import signal, threading
@@ -56,7 +51,10 @@ def test_what_hangs_is_ended_by_force_and_says_where_it_was(
 
 def test_each_service_that_is_killed_is_started_again_under_a_running_generation() -> None:
     params = SamplingParams(temperature=0, max_tokens=400, num_draft_tokens=2)
-    with started("--draft", "emulated:step_ms=1") as (up, address, page):
+    argv = ("--target", "emulated:step_ms=8", "--draft", "emulated:step_ms=1")
+    with running("up", *argv, "--address", "127.0.0.1:0", "--http-address", "127.0.0.1:0") as command:
+        address, page = command.ready_line().split()[1], command.line().split()[1]
+        up = psutil.Process(command.process.pid)
         with Client(address, retry=RetryPolicy(patience_s=60.0)) as client:
             first = client.generate(params=replace(params, max_tokens=200), prompt_token_ids=[1, 2])
             doomed, tokens = ["draft_service", "verify_service", "coordinator"], []
@@ -74,22 +72,8 @@ def test_each_service_that_is_killed_is_started_again_under_a_running_generation
         front = child(up, "http")
         front.kill()
         wait_until(lambda: not front.is_running() and answers(f"{page}v1/models"), 60)
-
-
-@contextlib.contextmanager
-def started(*flags: str) -> Iterator[tuple[psutil.Process, str, str]]:
-    """`specwire up` with an emulated target: its process, its address and its page. It ends with status 0."""
-    command = [sys.executable, "-m", "specwire.cli", "up", "--target", "emulated:step_ms=8", *flags]
-    command += ["--address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address, page = (process.stdout.readline().split()[1] for _ in range(2))
-            yield psutil.Process(process.pid), address, page
-        finally:
-            process.terminate()
-            status = process.wait(30)
-    assert status == 0
+        command.process.terminate()
+        assert command.ended() == 0
 
 
 def child(parent: psutil.Process, word: str) -> psutil.Process:
@@ -173,24 +157,6 @@ def test_what_has_served_for_long_begins_with_a_short_pause_again(
         kept.restart_if_due(now_s)  # it serves
     pauses = [message.split()[-2] for message in caplog.messages if "starts again" in message]
     assert pauses == ["0.5", "0.5", "0.5", "1"]
-
-
-@pytest.mark.slow
-def test_up_starts_replicas() -> None:
-    config = UpConfig(target="emulated:step_ms=5", draft=NO_DRAFT, replicas=2, address="127.0.0.1:0")
-    params = SamplingParams(max_tokens=20, seed=1)
-    with Stack(config) as stack:
-        assert len(stack.verifies) == 2
-        asyncio.run(served(stack, params, num_available=2))
-
-
-async def served(stack: Stack, params: SamplingParams, num_available: int) -> None:
-    async with AsyncClient(stack.address) as client:
-        done = await client.generate(params=params, prompt_token_ids=[1, 2, 3])
-        assert done.usage.completion_tokens == params.max_tokens
-        replicas = (await client.get_status()).verify_replicas
-        assert {one.address for one in replicas} == {one.address for one in stack.verifies}
-        assert sum(not one.unavailable for one in replicas) == num_available
 
 
 def test_drafts_from_the_text_need_the_target_alone() -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,7 +18,8 @@ from specwire.cli import main as cli
 from specwire.completion import Stage
 from specwire.errors import ConfigError
 from tests.support.command_line import one_line_error, usage_error
-from tests.support.traces import MS, Trace, laid_out, saved, three_rounds
+from tests.support.processes import START_S, running, wait_until
+from tests.support.traces import MS, Trace, exported, laid_out, saved, three_rounds
 from tools.timeline import layout, perfetto, picture
 from tools.timeline.generation import generations
 from tools.timeline.receiver import Receiver
@@ -268,26 +268,14 @@ class TestThroughRealServices:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 
         out = tmp_path / "got.svg"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "specwire.cli", "timeline", "--receive", "127.0.0.1:0", "--out", str(out)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            address = re.search(r"http://(\S+)", line)
-            assert address, line
-            threading.Thread(target=process.stderr.read, daemon=True).start()
+        with running("timeline", "--receive", "127.0.0.1:0", "--out", str(out)) as command:
+            wait_until(lambda: "\n" in command.errors(), START_S)
+            address = re.search(r"http://(\S+)", command.errors())
+            assert address, command.errors()
             _export(TraceServiceStub, address[1], three_rounds())
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
+            assert command.ended() == 0
         assert "hits: 50% (1 of 2)" in out.read_text()
         assert "used by round 1" in out.read_text()
-
-
-_FIELDS = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
 
 
 def _export(stub: Any, address: str, spans: list[RecordedSpan]) -> None:
@@ -296,23 +284,5 @@ def _export(stub: Any, address: str, spans: list[RecordedSpan]) -> None:
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         for span in spans:
-            request = ExportTraceServiceRequest()
-            made = (
-                request.resource_spans.add()
-                .scope_spans.add()
-                .spans.add(
-                    name=span.name,
-                    trace_id=bytes.fromhex(span.trace_id),
-                    span_id=bytes.fromhex(span.span_id),
-                    parent_span_id=bytes.fromhex(span.parent_id),
-                    start_time_unix_nano=span.start_ns,
-                    end_time_unix_nano=span.end_ns,
-                )
-            )
-            for key, value in span.attributes.items():
-                pair = made.attributes.add(key=key)
-                setattr(pair.value, _FIELDS[type(value)], value)
-            for link in span.links:
-                made.links.add(trace_id=bytes.fromhex(link.trace_id), span_id=bytes.fromhex(link.span_id))
-            stub(channel).Export(request, timeout=10)
+            stub(channel).Export(exported(span), timeout=10)
         assert len(generations(spans)) == 1

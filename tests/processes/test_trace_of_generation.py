@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as TracedSpan
@@ -13,6 +13,7 @@ from specwire.cli.supervisor import Stack
 from specwire.completion import Stage
 from specwire.config.stack import UpConfig
 from specwire.telemetry import semantics as names
+from tests.support.fixtures import entered
 from tests.support.otlp_receiver import OtlpReceiver
 from tools.timeline.spans import RecordedSpan
 
@@ -38,10 +39,7 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 Traced = tuple[list[RecordedSpan], Completion, Completion]
 
 
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
+receiver = entered(OtlpReceiver)
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def free_addresses() -> str:
 @pytest.fixture(scope="module")
 def coordinators() -> Iterator[Coordinators]:
     metrics_address = free_addresses()
-    fleet = Fleet(workers=NUM_WORKERS, metrics_address=metrics_address)
+    fleet = Fleet(num_models=1, workers=NUM_WORKERS, metrics_address=metrics_address)
     with contextlib.closing(fleet):
         yield Coordinators(fleet, metrics_address)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,16 @@ from specwire import ModelLoadError, SamplingParams
 from specwire.config.services import VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.engine import boot
-from specwire.engine.batch import Feed
 from specwire.engine.group.quantised import Cutter
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
-from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
-from tests.support import quantised
+from tests.support import quantised, rank_memory
+from tests.support.fixtures import entered
 from tests.support.harness import local_stack, started_services
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.ray_cluster import connected_cluster
+from tests.support.tiny_models import written_by_transformers
 from tests.support.together import generated
 from verify_service.verifier import VerifyDecider
 
@@ -53,10 +53,7 @@ CUDA = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with connected_cluster() as running:
-        yield running
+cluster = entered(connected_cluster)
 
 
 @pytest.mark.slow
@@ -69,7 +66,8 @@ def test_text_is_that_of_transformers_alone_and_on_two_ranks(
     save, package = METHODS[method]
     pytest.importorskip(package)
     target, draft = save(tmp_path / "target"), save_good_draft(tmp_path / "draft")
-    expected = _generate(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    expected = written_by_transformers(model, PROMPT, NUM_TOKENS)
     plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0, num_draft_tokens=0)
     drafted = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0, num_draft_tokens=4)
     for num_ranks in (1, 2):
@@ -82,17 +80,6 @@ def test_text_is_that_of_transformers_alone_and_on_two_ranks(
         assert 0 < done[1].speculation.num_accepted_tokens < done[1].speculation.num_draft_tokens
 
 
-def _generate(directory: Path) -> list[int]:
-    """Greedy text of transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    ids = torch.tensor([PROMPT])
-    with torch.inference_mode():
-        text = model.generate(
-            ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    return text[0, len(PROMPT) :].tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @CUDA
@@ -100,30 +87,13 @@ def test_logits_of_every_shape_are_those_of_one_rank(method: str, tmp_path: Path
     save, package = METHODS[method]
     pytest.importorskip(package)
     sources = [str(save(tmp_path / name, family, **shape)) for name, (family, shape) in SHAPES.items()]
-    found = run_ranks(2, _logits_on_ranks, sources)
-    for source, (logits, vocab_size, share) in zip(sources, found, strict=True):
+    found = run_ranks(2, rank_memory.logits_on_ranks, sources, PROMPT)
+    for source, (logits, description, num_own) in zip(sources, found, strict=True):
         model = loading.load_model(source)
-        np.testing.assert_allclose(logits, _logits(model), atol=1e-4, err_msg=source)
-        assert vocab_size == model.get_output_embeddings().out_features
-        assert share < 0.6, "a rank keeps its own rows and columns"
-
-
-def _logits_on_ranks(num_ranks: int, sources: list[str]) -> list[tuple[np.ndarray, int, float]]:
-    """Runs on each rank: logits, the width in the description, and which part of the numbers it holds."""
-    from specwire.engine.group.sharding import load_shard
-
-    found = []
-    for source in sources:
-        model, description = load_shard(source, dtype="auto", num_ranks=num_ranks)
-        own = sum(weight.numel() for weight in model.parameters())
-        found.append((_logits(model), description["vocab_size"], own / description["num_parameters"]))
-    return found
-
-
-def _logits(model: Any) -> np.ndarray:
-    runner = ModelRunner(model, num_pages=8)
-    with runner.new_sequence() as cache:
-        return runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
+        expected = rank_memory.logits_of(model, PROMPT)
+        np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=source)
+        assert description["vocab_size"] == model.get_output_embeddings().out_features
+        assert num_own < 0.6 * description["num_parameters"], "a rank keeps its own rows and columns"
 
 
 class TestCutting:

@@ -31,6 +31,7 @@ from specwire.engine.model.runner import ModelRunner
 from specwire.proposals.tree import TokenTree
 from specwire.rule.captured import EagerReplay
 from tests.support import rank_memory, texts
+from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
@@ -57,10 +58,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with connected_cluster() as running:
-        yield running
+cluster = entered(connected_cluster)
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +263,9 @@ class TestWhatCannotStart:
     """One typed error that names rank, device and reason, or flag and value; never a hang."""
 
     @pytest.mark.slow
-    def test_more_ranks_than_devices(self, cluster: Any, models: tuple[Path, Path]) -> None:
-        config = VerifyConfig(model=str(save_eight_heads(models[0].parent)), tensor_parallel_size=8)
+    def test_more_ranks_than_devices(self, cluster: Any, tmp_path: Path) -> None:
+        target = save_target(tmp_path / "eight", num_attention_heads=8, num_key_value_heads=8, head_dim=4)
+        config = VerifyConfig(model=str(target), tensor_parallel_size=8)
         with pytest.raises(ConfigError, match=r"--tensor-parallel-size 8: the Ray cluster has 4 CPUs"):
             boot.start(config, "verify", VerifyDecider())
 
@@ -308,10 +307,6 @@ class TestWhatCannotStart:
             config(**options)
 
 
-def save_eight_heads(directory: Path) -> Path:
-    return save_target(directory / "eight", num_attention_heads=8, num_key_value_heads=8, head_dim=4)
-
-
 #: Every family with a plan that is checked, and its shape.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "odd vocabulary": ("llama", {"vocab_size": 101}),
@@ -341,12 +336,11 @@ class TestPlainRanks:
     def test_every_family_with_a_plan_computes_on_two_ranks_what_it_computes_on_one(
         self, sources: list[Path], found: tuple[Any, Any, Any]
     ) -> None:
-        for name, source, (logits, num_parameters) in zip(SHAPES, sources, found[0], strict=True):
+        for name, source, (logits, description, _) in zip(SHAPES, sources, found[0], strict=True):
             model = loading.load_model(source)
-            assert num_parameters == sum(weight.numel() for weight in model.parameters()), name
-            runner = ModelRunner(model, num_pages=8)
-            with runner.new_sequence() as cache:
-                expected = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
+            num_parameters = sum(weight.numel() for weight in model.parameters())
+            assert description["num_parameters"] == num_parameters, name
+            expected = rank_memory.logits_of(model, PROMPT)
             np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=name)
 
     @pytest.mark.slow
@@ -424,7 +418,7 @@ class Broken:
 def _on_ranks(num_ranks: int, sources: list[str], large: str, store: str) -> tuple[Any, Any, Any]:
     """Runs on each rank."""
     return (
-        _logits_on_ranks(num_ranks, sources),
+        rank_memory.logits_on_ranks(num_ranks, sources, PROMPT),
         rank_memory.loaded_on_ranks(num_ranks, large),
         _replayed_on_ranks(num_ranks, sources[0], store),
     )
@@ -443,18 +437,4 @@ def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[An
         runner = ModelRunner(model, num_pages=64, replay=replay)
         replay.warm(runner)
         found.append((_history(runner), runner.num_graphs, replay.problem))
-    return found
-
-
-def _logits_on_ranks(num_ranks: int, sources: list[str]) -> list[tuple[np.ndarray, int]]:
-    from specwire.engine.group.sharding import load_shard
-
-    found = []
-    for source in sources:
-        model, description = load_shard(source, dtype="auto", num_ranks=num_ranks)
-        assert not [name for name, weight in model.named_parameters() if hasattr(weight, "placements")]
-        runner = ModelRunner(model, num_pages=8)
-        with runner.new_sequence() as cache:
-            logits = runner.forward([Feed(cache, PROMPT, len(PROMPT))]).numpy()
-        found.append((logits, description["num_parameters"]))
     return found

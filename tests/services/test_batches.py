@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from specwire.config.services import CoordinatorConfig, DraftConfig
 from specwire.core import ModelInfo
 from specwire.errors import ConfigError, HandshakeError, ServiceUnavailableError
 from specwire.vllm import check_version, read_options
-from tests.support.harness import LOOPBACK, LoopThread, handshake, local_stack
+from tests.support.harness import LOOPBACK, handshake, local_stack, on_own_loop
 from tests.support.processes import wait_until
 from tests.support.tiny_models import VOCAB_SIZE, build, reference_model, save, written_by_transformers
 
@@ -94,13 +93,11 @@ def texts() -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture(scope="module")
 def address(model: Path) -> Iterator[str]:
-    thread = LoopThread()
     config = DraftConfig(
         model=str(model), dtype="float32", num_kv_tokens=16384, grace_s=0.0, address=LOOPBACK
     )
-    with thread.entered(lambda: draft_service.service.serving(config)) as address:
+    with on_own_loop(lambda: draft_service.service.serving(config)) as address:
         yield address
-    thread.close()
 
 
 def drafter(address: str, **options: Any) -> BatchDrafter:
@@ -157,9 +154,12 @@ def test_rows_that_no_longer_come_are_closed(
     for _ in range(4):
         engine.step(drafts, [0, 1])
     assert handshake("draft", address).status.num_sequences == 2
-    due_s = time.monotonic() + 20
-    while (status := handshake("draft", address).status).num_sequences or status.num_held_pages:
-        assert time.monotonic() < due_s, status
+
+    def is_free() -> bool:
+        status = handshake("draft", address).status
+        return not (status.num_sequences or status.num_held_pages)
+
+    wait_until(is_free, 20)
     engine.finish(drafts)
     assert engine.num_accepted == len(texts) * MOST_ACCEPTED
 
@@ -275,9 +275,8 @@ class TestRefusals:
 
 
 def test_options_come_from_variables_too() -> None:
-    given = json.loads('{"num_outcomes": 4}')
     environ = {"SPECWIRE_DRAFT_ADDRESS": "127.0.0.1:7071", "SPECWIRE_MAX_RUNNING": "of another process"}
-    config = read_options(given, environ)
+    config = read_options({"num_outcomes": 4}, environ)
     assert (config.draft_address, config.fixed_outcomes) == ("127.0.0.1:7071", 4)
 
 

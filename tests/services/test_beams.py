@@ -18,13 +18,13 @@ import torch
 
 import coordinator.service
 from coordinator.beams import checks
-from specwire import Client, Completion, InvalidRequestError, SamplingParams, UnsupportedError
+from specwire import Client, Completion, SamplingParams, UnsupportedError
 from specwire.config.link import Link
 from specwire.config.services import CoordinatorConfig
 from specwire.rpc.wire.client import generate_request, resume_info_from_proto, resuming_request
 from specwire.v1 import generation_pb2_grpc
 from tests.support import encoder_decoders, tiny_models
-from tests.support.harness import LocalStack, LoopThread, StackProxy, local_stack
+from tests.support.harness import LocalStack, StackProxy, local_stack, on_own_loop
 from tests.support.languages import save_speaker
 from tests.support.pairs import markov_model, save_good_draft, save_hostile_draft, save_target
 from tests.support.parameters import VALUES
@@ -226,16 +226,9 @@ def test_a_hostile_draft_and_a_target_of_chains(tmp_path: Path) -> None:
 
 
 @ONE
-def test_a_stream_has_the_best_text_at_its_end(stack: LocalStack, family: str) -> None:
-    """One chunk, then the completion."""
-    with stack.client.stream(params=BEAMS, prompt_token_ids=PROMPTS[0]) as stream:
-        chunks = list(stream)
-    assert [chunk.token_ids for chunk in chunks] == [list(stream.completion.token_ids)]
-
-
-@ONE
 def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) -> None:
-    """Another coordinator sends what is left of the best text, and the same completion."""
+    """A stream is one chunk with the best text, then the completion; another coordinator sends what is left
+    of the text, and the same completion."""
     [text, *_] = [text for text, _ in expected(family, PROMPTS[0], BEAMS)]
     request = generate_request(None, BEAMS, PROMPTS[0])
     with grpc.insecure_channel(stack.address) as channel:
@@ -243,6 +236,7 @@ def test_a_search_that_was_cut_off_begins_again(stack: LocalStack, family: str) 
         first, last = stub.Generate(iter([request]), timeout=60)
         again = resuming_request(request, resume_info_from_proto(first.resume_info), text[:5])
         chunk, completion = stub.Generate(iter([again]), timeout=60)
+    assert [token.id for token in first.chunk.tokens] == text
     assert [token.id for token in chunk.chunk.tokens] == text[5:]
     assert completion.completion.hypotheses == last.completion.hypotheses
 
@@ -258,7 +252,14 @@ def test_a_search_goes_on_at_another_replica(pair: tuple[Path, Path], fault: str
     with contextlib.ExitStack() as stack:
         several = [stack.enter_context(local_stack(target, each, **paced)) for each in (draft, None)]
         proxies = [cast(StackProxy, each.verify_proxy) for each in several]
-        client = stack.enter_context(coordinator_of(proxies, several[0].draft_address))
+        config = CoordinatorConfig(
+            verify_address=",".join(each.address for each in proxies),
+            draft_address=several[0].draft_address,
+            draft_timeout_ms=60_000.0,
+            grace_s=0.0,
+        )
+        address = stack.enter_context(on_own_loop(lambda: coordinator.service.serving(config)))
+        client = stack.enter_context(Client(address))
         before = [each.status("verify").num_steps for each in several]
         searching = stack.enter_context(ThreadPoolExecutor(1)).submit(
             client.generate, params=params, prompt_token_ids=PROMPTS[0]
@@ -279,26 +280,6 @@ def test_a_search_goes_on_at_another_replica(pair: tuple[Path, Path], fault: str
         assert done.timing.failover_ms > 0
         proxies[victim].resume()
     check(done, expected("llama", PROMPTS[0], params))
-
-
-@contextlib.contextmanager
-def coordinator_of(verifies: Sequence[StackProxy], draft_address: str) -> Iterator[Client]:
-    """A client of a coordinator with these replicas."""
-    thread = LoopThread()
-    config = CoordinatorConfig(
-        verify_address=",".join(each.address for each in verifies),
-        draft_address=draft_address,
-        draft_timeout_ms=60_000.0,
-        grace_s=0.0,
-    )
-    try:
-        with (
-            thread.entered(lambda: coordinator.service.serving(config)) as address,
-            Client(address) as client,
-        ):
-            yield client
-    finally:
-        thread.close()
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -376,15 +357,3 @@ def test_what_is_held_shows(speaker: LocalStack, name: str) -> None:
             written = 0 if params.skip_special_tokens else best.token_ids.count(0)
             assert best.text.count("<end>") == written
     assert seen[0] != seen[1]
-
-
-def test_parameters_that_do_not_go_together_are_refused_by_name() -> None:
-    alone = {"num_beams": 1, "num_return_sequences": 1}
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("num_return_sequences", {"num_return_sequences": 5}),
-        ("length_penalty", alone | {"length_penalty": 2.0}),
-        ("early_stopping", alone | {"early_stopping": True}),
-    ]
-    for name, values in wrong:
-        with pytest.raises(InvalidRequestError, match=name):
-            replace(BEAMS, **values)

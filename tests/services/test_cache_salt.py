@@ -16,7 +16,7 @@ from specwire import AsyncClient, Client, Completion, Rule, SamplingParams
 from specwire.config.security.bearer import make_token
 from specwire.config.services import CoordinatorConfig
 from tests.support.fronts import fronted
-from tests.support.harness import LocalStack, LoopThread, local_stack
+from tests.support.harness import LocalStack, local_stack, on_own_loop
 
 PAGE_SIZE = 16
 PROMPT = [i % 29 for i in range(207)]
@@ -80,16 +80,14 @@ class TestTenants:
         self, stack: LocalStack, tokens: tuple[Path, dict[str, str]]
     ) -> None:
         path, by_name = tokens
-        thread = LoopThread()
         config = CoordinatorConfig(
             verify_address=stack.verify_address, draft_address=stack.draft_address, tokens=str(path)
         )
-        with thread.entered(lambda: coordinator.service.serving(config)) as address, Client(address) as other:
+        with on_own_loop(lambda: coordinator.service.serving(config)) as address, Client(address) as other:
             text = generate(stack.client, by_name["alice"], sampling()).text
             assert seen(stack, other, by_name["bob"], sampling()) == (0, [0, 0])
             done = generate(other, by_name["alice"], sampling())
             assert (done.text, done.usage.cached_tokens) == (text, NUM_CACHED)
-        thread.close()
 
 
 class TestWithoutTokens:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,10 +105,6 @@ class TestUnreachable:
         [
             ("", ""),
             ("localhost", "; did you mean localhost:7070?"),
-            ("localhost:", ""),
-            (":7070", ""),
-            ("localhost:70700", ""),
-            ("h:x", ""),
             (
                 "http://llm:8080/v1",
                 "; this is gRPC, without a scheme: llm:8080 if the coordinator listens there",
@@ -206,18 +201,17 @@ class TestLife:
                 reading.result(10)
         stack.assert_idle_within(1.0)
 
-    @pytest.mark.parametrize("status", [0, 3])
-    def test_a_program_that_forgets_to_close_ends(self, stack: LocalStack, status: int) -> None:
+    def test_a_program_that_forgets_to_close_ends(self, stack: LocalStack) -> None:
         code = (
             "import sys\nfrom specwire import Client, SamplingParams\n"
             f"client = Client('{stack.address}')\n"
             "context = client.stream('The', SamplingParams(max_tokens=4000, ignore_eos=True))\n"
-            f"for _ in context.__enter__(): sys.exit({status})\n"
+            "for _ in context.__enter__(): sys.exit(3)\n"
         )
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
         )
-        assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+        assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
         stack.assert_idle_within(1.0)
 
     def test_no_thread_is_left(self, stack: LocalStack) -> None:
@@ -250,17 +244,20 @@ class TestLife:
         stack.assert_idle_within(1.0)
 
 
-def test_a_stop_without_grace_is_a_typed_error(pair: tuple[Path, Path]) -> None:
+def test_a_stop_without_grace_is_a_typed_error() -> None:
     running = threading.Event()
 
     def read(address: str) -> None:
         retry = RetryPolicy(patience_s=0.5)
-        with Client(address, retry=retry) as client, client.stream(PROMPT, ENDLESS) as stream:
+        with (
+            Client(address, retry=retry) as client,
+            client.stream(params=ENDLESS, prompt_token_ids=[1]) as stream,
+        ):
             for _ in stream:
                 running.set()
 
     with ThreadPoolExecutor() as pool:
-        with local_stack(*pair) as stack:
+        with local_stack("emulated:step_ms=1") as stack:
             reading = pool.submit(read, stack.address)
             assert running.wait(30)
         with pytest.raises(GenerationLostError):

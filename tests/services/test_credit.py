@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -32,12 +31,12 @@ from specwire.cli.supervisor import Stack
 from specwire.completion import Completion, Speculation
 from specwire.config.stack import UpConfig
 from specwire.core import MAX_CREDIT_TOKENS, MAX_LOGPROBS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
-from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import common_pb2, generation_pb2_grpc
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
 from tests.support.processes import wait_until
+from tests.support.refusals import our_errors
 
 ENDLESS = params(10_000)
 
@@ -91,12 +90,8 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> Readers:
 
 @contextlib.contextmanager
 def raw_stub(stack: LocalStack) -> Iterator[Any]:
-    """Raises what the service raised, rather than grpc's error."""
-    with grpc.insecure_channel(stack.address) as channel:
-        try:
-            yield generation_pb2_grpc.GenerationServiceStub(channel)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+    with grpc.insecure_channel(stack.address) as channel, our_errors():
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
 
 
 class TestStalledReader:
@@ -271,17 +266,12 @@ class TestBadValues:
         """It ends a paused generation at once, and frees its memory."""
         requests: queue.SimpleQueue[GenerateRequest] = queue.SimpleQueue()
         requests.put(opening(64, 10_000))
-        with grpc.insecure_channel(stack.address) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        with raw_stub(stack) as stub:
             call = stub.Generate(iter(requests.get, None), timeout=30)
             assert readers.get(timeout=10).paused.wait(10)
             requests.put(late)
-            with pytest.raises(grpc.RpcError) as caught:
+            with pytest.raises(InvalidRequestError, match=refusal), our_errors():
                 list(call)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        error = from_rpc_error(caught.value)
-        assert isinstance(error, InvalidRequestError)
-        assert re.search(refusal, str(error))
         stack.assert_idle_within(1.0)
 
     def test_an_acknowledgement_without_credit(self, stack: LocalStack) -> None:

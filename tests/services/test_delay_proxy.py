@@ -144,22 +144,13 @@ class TestJitter:
         assert min(await self.delays_ms(Link(rtt_ms=20, jitter_ms=4))) >= 6
 
 
-class TestRefusals:
-    """`test_config.py` has the numbers."""
-
-    @pytest.mark.parametrize(("field", "address"), [("to", "nowhere"), ("listen", "127.0.0.1:99999")])
-    def test_addresses(self, field: str, address: str) -> None:
-        addresses = {"to": "127.0.0.1:1"} | {field: address}
-        with pytest.raises(ConfigError, match=f"^--{field} {address}: is not HOST:PORT$"):
-            FaultyProxy(addresses.pop("to"), Link(), **addresses)
-
-    async def test_a_port_in_use(self) -> None:
-        num_fds = psutil.Process().num_fds()
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            listen = f"127.0.0.1:{taken.getsockname()[1]}"
-            with pytest.raises(ConfigError, match=f"^--listen {listen}: cannot be bound"):
-                await FaultyProxy("127.0.0.1:1", Link(), listen=listen).__aenter__()
-        assert psutil.Process().num_fds() == num_fds
+async def test_a_port_in_use() -> None:
+    num_fds = psutil.Process().num_fds()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"^--listen {listen}: cannot be bound"):
+            await FaultyProxy("127.0.0.1:1", Link(), listen=listen).__aenter__()
+    assert psutil.Process().num_fds() == num_fds
 
 
 @pytest.mark.serial

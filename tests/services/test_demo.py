@@ -91,24 +91,21 @@ class TestDemo(OnOurStack):
             assert line in out
         assert re.search(r"\nwithout speculation  \d+ tokens/s, 40 tokens in 40 passes, 1\.00 a pass\n", out)
         assert re.search(r" with speculation  \d+ tokens/s, \d+\.\d times as fast\n", out)
-
-    def test_says_in_one_line_what_is_paced(self, capsys: pytest.CaptureFixture[str]) -> None:
-        for flags, expected in (
-            ([], "paced: a pass of the target takes at least 30 ms, like a large model's on its own device"),
-            (["--least-pass-ms", "0"], "not paced: draft and target share this machine"),
-        ):
-            assert cli.main([*self.ARGV, *flags]) == 0
-            (line,) = [line for line in capsys.readouterr().out.splitlines() if "paced" in line]
-            assert line.startswith(expected)
-            assert ("--least-pass-ms 0" in line) == (not flags)
+        check_stages(out)
 
     @pytest.mark.parametrize("flags", [[], ["--draft", "ngram,embedded", "--least-pass-ms", "0"]])
     def test_the_next_step_has_the_same_models_and_a_pace_that_shows_the_gain(
         self, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Whether this one is paced is said in one line."""
         monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
         assert cli.main([*self.ARGV, *flags]) == 0
-        _, _, after = capsys.readouterr().out.partition("next, a page that races both, and OpenAI's API:\n  ")
+        out = capsys.readouterr().out
+        (line,) = [line for line in out.splitlines() if "paced" in line]
+        paced = "paced: a pass of the target takes at least 30 ms, like a large model's on its own device"
+        assert line.startswith("not paced: draft and target share this machine" if flags else paced)
+        assert ("--least-pass-ms 0" in line) == (not flags)
+        _, _, after = out.partition("next, a page that races both, and OpenAI's API:\n  ")
         called, *arguments = after.partition("\n")[0].split()
         up = read_config(UpConfig, cli._parser().parse_args(arguments), {})
         assert (called, up.least_pass_ms, up.http_address) == ("specwire", 30, "127.0.0.1:8080")
@@ -165,16 +162,6 @@ class TestDemo(OnOurStack):
             assert cli.main([*self.ARGV, *flags]) == 0
             assert "text  the same, token for token" in capsys.readouterr().out
 
-    def test_stages_are_rounded_so_that_they_add_up(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(list(self.ARGV)) == 0
-        _, _, table = capsys.readouterr().out.partition("ms per token  with speculation  without\n")
-        rows = [line.rsplit(maxsplit=2) for line in table.splitlines()]
-        assert rows[-1][0].strip() == "sum"
-        for column in (1, 2):
-            *parts, total = [Decimal(row[column]) for row in rows]
-            assert sum(parts) == total > 0
-        assert all(any(map(float, row[1:])) for row in rows), "stages that took nothing are left out"
-
     def test_control_characters_do_not_reach_the_terminal(self) -> None:
         assert printable("a\x1b[31m\r\b\x7f\x9b\tb\n") == "a␛[31m␍␈␡\ufffd\tb\n"
 
@@ -183,6 +170,17 @@ class TestDemo(OnOurStack):
         out = capsys.readouterr().out
         assert "decoded plainly  the request asks for num_draft_tokens=0" in out
         assert "acceptance rate  0.00, by position -" in out
+
+
+def check_stages(out: str) -> None:
+    """They are rounded so that they add up."""
+    _, _, table = out.partition("ms per token  with speculation  without\n")
+    rows = [line.rsplit(maxsplit=2) for line in table.splitlines()]
+    assert rows[-1][0].strip() == "sum"
+    for column in (1, 2):
+        *parts, total = [Decimal(row[column]) for row in rows]
+        assert sum(parts) == total > 0
+    assert all(any(map(float, row[1:])) for row in rows), "stages that took nothing are left out"
 
 
 class TestCompare(OnOurStack):

@@ -153,30 +153,18 @@ def test_limits_of_both_halves(stack: LocalStack, family: str) -> None:
 # --- refusals -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return encoder_decoders.save(tmp_path_factory.mktemp("t5") / "t5", "t5")
-
-
-def test_pairs_of_two_kinds(t5: Path, tmp_path: Path) -> None:
-    decoder = save_target(tmp_path / "decoder")
-    for target, draft in ((t5, decoder), (decoder, t5)):
-        with (
-            refused(
-                HandshakeError, target.name, draft.name, "'t5' is an encoder-decoder, and the other is not"
-            ),
-            local_stack(target, draft),
-        ):
-            pass
-
-
-def test_pairs_whose_decoders_begin_differently(t5: Path, tmp_path: Path) -> None:
+def test_pairs_that_do_not_fit(tmp_path: Path) -> None:
+    """Of two kinds, and of decoders that begin differently."""
+    t5, decoder = encoder_decoders.save(tmp_path / "t5", "t5"), save_target(tmp_path / "decoder")
     other = encoder_decoders.save(tmp_path / "other", "t5", decoder_start_token_id=3)
-    with (
-        refused(HandshakeError, "decoders that begin with different tokens", "(0,)", "(3,)"),
-        local_stack(t5, other),
+    kinds = "'t5' is an encoder-decoder, and the other is not"
+    for target, draft, parts in (
+        (t5, decoder, ("t5", "decoder", kinds)),
+        (decoder, t5, ("decoder", "t5", kinds)),
+        (t5, other, ("decoders that begin with different tokens", "(0,)", "(3,)")),
     ):
-        pass
+        with refused(HandshakeError, *parts), local_stack(target, draft):
+            pass
 
 
 def test_conversations_and_other_vocabularies(tmp_path: Path) -> None:

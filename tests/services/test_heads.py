@@ -35,7 +35,6 @@ from tools.heads import descent, training
 from tools.layers import search
 from tools.layers.objective import Costs, Promise, Trials, num_pages, promise
 
-HEADS = '{"method": "medusa"}'
 GREEDY = SamplingParams(max_tokens=32, temperature=0, rule=Rule.GUMBEL, seed=3, ignore_eos=True)
 
 
@@ -97,9 +96,6 @@ class Bar:
         self._title, self._after = title, after
 
     def __call__(self, title: str, total: int) -> Any:
-        return self._of(title)
-
-    def _of(self, title: str) -> Any:
         def advance(num: int) -> None:
             self.done[title] = self.done.get(title, 0) + num
             if title == self._title and self.done[title] > self._after:
@@ -138,14 +134,18 @@ def test_heads_of_a_text_propose_it(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     config = TrainHeadsConfig(text=str(text), out=str(out), tokens=4096, num_features=64, num_threads=1)
     training.train(config, Bar())
-    with local_stack(
-        "embedded", coordinator_options={"speculative_config": HEADS}, verify_options={"heads": str(out)}
-    ) as stack:
+    assert tokens_a_pass("medusa", heads=str(out)) > 1.5
+
+
+def tokens_a_pass(method: str, **drafts: str) -> float:
+    """Of the embedded target on the trained text, which is that of plain decoding."""
+    options = {"speculative_config": f'{{"method": "{method}"}}'}
+    with local_stack("embedded", coordinator_options=options, verify_options=drafts) as stack:
         params = replace(GREEDY, max_tokens=64, num_draft_tokens=16, max_depth=4)
         done = stack.client.generate(TEXT[-300:], params)
         plain = stack.client.generate(TEXT[-300:], replace(params, num_draft_tokens=0, max_depth=0))
     assert done.token_ids == plain.token_ids
-    assert len(done.token_ids) / done.speculation.num_rounds > 1.5
+    return len(done.token_ids) / done.speculation.num_rounds
 
 
 @pytest.mark.slow
@@ -167,14 +167,7 @@ def test_an_eagle3_of_a_text_proposes_it(text: Path, tmp_path: Path, monkeypatch
     )
     assert ours == theirs
     assert sorted(ours) == ["config.json", "model.safetensors"]
-    options = {"eagle3": whole.out}
-    coordinator = {"speculative_config": '{"method": "eagle3"}'}
-    with local_stack("embedded", coordinator_options=coordinator, verify_options=options) as stack:
-        params = replace(GREEDY, max_tokens=64, num_draft_tokens=16, max_depth=4)
-        done = stack.client.generate(TEXT[-300:], params)
-        plain = stack.client.generate(TEXT[-300:], replace(params, num_draft_tokens=0, max_depth=0))
-    assert done.token_ids == plain.token_ids
-    assert len(done.token_ids) / done.speculation.num_rounds > 1.2
+    assert tokens_a_pass("eagle3", eagle3=whole.out) > 1.2
 
 
 def test_texts_that_are_no_good(text: Path, tmp_path: Path) -> None:
@@ -291,30 +284,26 @@ def test_the_search_finds_what_a_grid_finds() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a text to a file that `layers:auto` reads, and a picture."""
     pytest.importorskip("bayes_opt")
-    target, text = "embedded", tmp_path / "text"
-    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(60)))
     out, picture = tmp_path / "found.json", tmp_path / "search.png"
-    config = SearchLayersConfig(
-        target=target, text=str(text), out=str(out), picture=str(picture), trials=4, prompts=1, num_threads=1
-    )
-    search_layers(config)
+    given: dict[str, Any] = {
+        "target": "embedded",
+        "text": str(text),
+        "out": str(out),
+        "picture": str(picture),
+    }
+    search_layers(SearchLayersConfig(**given, trials=4, prompts=1, num_threads=1))
     assert "4 sets tried" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert layer_files.read(out).num_tried == 4
 
 
-def test_texts_that_are_too_short(tmp_path: Path) -> None:
+def test_texts_that_are_too_short(text: Path) -> None:
     pytest.importorskip("bayes_opt")
-    text = tmp_path / "text"
     text.write_text("few")
     with pytest.raises(ConfigError, match="too short"):
-        search.run(SearchLayersConfig(text=str(text)), _quiet)
+        search.run(SearchLayersConfig(text=str(text)), Bar())
     with pytest.raises(ConfigError, match="--text"):
         SearchLayersConfig()
-
-
-def _quiet(title: str, total: int) -> Any:
-    return contextlib.nullcontext(lambda num: None)

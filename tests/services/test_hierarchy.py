@@ -329,34 +329,33 @@ class TestRefusals:
     """By name, with what is wrong."""
 
     @pytest.mark.parametrize(
-        ("draft", "parts"),
+        ("draft", "part"),
         [
-            ("ngram>", ["no draft model"]),
-            (">embedded", ["is none of ngram, suffix"]),
-            ("bigram>embedded", ["bigram is none of ngram, suffix"]),
-            ("none>embedded", ["none is none of"]),
-            ("ngram>suffix", ["suffix is no draft model"]),
-            ("ngram>none", ["none is no draft model"]),
-            ("ngram>heads:x", ["heads:x is no draft model"]),
-            ("heads:x>embedded", ["heads"]),
-            ("ngram>suffix>embedded", ["more than one inner drafter"]),
-            ("emulated:step_ms=1>embedded", ["is none of ngram, suffix"]),
-            ("embedded>emulated:step_ms=1", ["has no tokenizer to compare"]),
-            ("/nowhere>embedded", ["/nowhere", "no such model directory"]),
+            ("ngram>", "no draft model"),
+            (">embedded", "is none of ngram, suffix"),
+            ("bigram>embedded", "bigram is none of ngram, suffix"),
+            ("none>embedded", "none is none of"),
+            ("ngram>suffix", "suffix is no draft model"),
+            ("ngram>none", "none is no draft model"),
+            ("ngram>heads:x", "heads:x is no draft model"),
+            ("heads:x>embedded", "heads"),
+            ("ngram>suffix>embedded", "more than one inner drafter"),
+            ("emulated:step_ms=1>embedded", "is none of ngram, suffix"),
+            ("embedded>emulated:step_ms=1", "has no tokenizer to compare"),
+            ("/nowhere>embedded", "no such model directory"),
         ],
     )
-    def test_of_up(self, draft: str, parts: list[str]) -> None:
-        with refused(ConfigError, "--draft", *parts):
+    def test_of_up(self, draft: str, part: str) -> None:
+        with refused(ConfigError, "--draft", part):
             UpConfig(draft=draft)
 
-    def test_with_another_vocabulary(self) -> None:
+    def test_what_does_not_combine(self) -> None:
+        """Another vocabulary, and several devices."""
         with refused(ConfigError, "--inner", "another vocabulary"):
             DraftConfig(inner="ngram", target_tokenizer="x")
         config = '{"method": "draft_model", "use_heterogeneous_vocab": true}'
         with refused(ConfigError, "--draft", "use_heterogeneous_vocab"):
             UpConfig(draft="ngram>embedded", speculative_config=config)
-
-    def test_on_several_devices(self) -> None:
         with refused(ConfigError, "--inner", "one device"):
             DraftConfig(inner="ngram", tensor_parallel_size=2)
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any, cast
 
+import httpx2
 import openai
 import pytest
+from openai.types.responses import Response
 
 from specwire import AsyncClient, ModelInfo, SamplingParams, embedded
-from specwire.cli.supervisor import Stack
 from specwire.config.client import HttpConfig
-from specwire.config.stack import UpConfig
 from specwire.http.model import Models
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles
 from tests.support.fronts import Fronted, front, fronted, save_chat_target
-from tests.support.processes import wait_until
 
 PROMPT = "def fibonacci("
 QUESTION = [{"role": "user", "content": "How does a queue work?"}]
@@ -44,8 +40,15 @@ def chat(here: Fronted, **changes: Any) -> Any:
     return here.openai.chat.completions.create(**request | changes)
 
 
-def by_sdk(here: Fronted, **params: Any) -> Any:
-    return here.stack.client.generate(PROMPT, SamplingParams(**{"max_tokens": 24, "seed": 7} | params))
+def by_sdk(here: Fronted, messages: Any = None, **params: Any) -> Any:
+    settings = SamplingParams(**{"max_tokens": 24, "seed": 7} | params)
+    return here.stack.client.generate(None if messages else PROMPT, settings, messages=messages)
+
+
+def respond(here: Fronted, **changes: Any) -> Any:
+    request: dict[str, Any] = {"model": here.model, "input": QUESTION[0]["content"], "max_output_tokens": 24}
+    extra = {"seed": 7} | changes.pop("extra_body", {})
+    return here.openai.responses.create(**request | changes, extra_body=extra)
 
 
 class TestCompletions:
@@ -79,12 +82,6 @@ class TestCompletions:
         assert source["source"] == embedded.DRAFT_DIR.name
         assert last.usage.completion_tokens == 24
         assert record["timing"]["verify_ms"] > 0
-
-    def test_a_known_prefix_is_reported_as_cached(self, here: Fronted) -> None:
-        prompt = list(range(40, 140))
-        complete(here, prompt=prompt)
-        usage = complete(here, prompt=prompt).usage
-        assert 0 < usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens == 100
 
     def test_fates_and_progress_are_sent_on_request(self, here: Fronted) -> None:
         options = {"stream_options": {"include_usage": True}, "extra_body": {"return_fates": True}}
@@ -212,11 +209,26 @@ class TestCompletions:
     def test_a_request_is_left_to_openais_default_length(self, here: Fronted) -> None:
         assert complete(here, max_tokens=None).usage.completion_tokens == 16
 
+    def test_text_needs_no_tokenizer_of_the_front(self, here: Fronted) -> None:
+        """Text and conversations are the coordinator's; only log probabilities need tokens to be spelled."""
+        with (
+            front(here.stack.address, tokenizer="/nowhere/at/all") as address,
+            openai.OpenAI(base_url=f"http://{address}/v1", api_key="-", max_retries=0) as client,
+        ):
+            completions: Any = client.completions
+            wanted = {"model": here.model, "prompt": PROMPT, "max_tokens": 4}
+            assert completions.create(**wanted).usage.completion_tokens == 4
+            answer = client.chat.completions.create(model=here.model, messages=QUESTION, max_tokens=4)  # type: ignore[arg-type]
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 4
+            with pytest.raises(openai.InternalServerError) as refused:
+                completions.create(**wanted, logprobs=1)
+            assert refused.value.status_code == 503
+
 
 class TestChat:
     def test_the_text_is_that_of_the_sdk(self, here: Fronted) -> None:
-        answer = chat(here)
-        done = here.stack.client.generate(messages=QUESTION, params=SamplingParams(max_tokens=24, seed=7))
+        answer, done = chat(here), by_sdk(here, messages=QUESTION)
         assert answer.choices[0].message.content == done.text
         assert answer.choices[0].message.role == "assistant"
         assert answer.object == "chat.completion"
@@ -261,6 +273,147 @@ class TestChat:
         assert limited.usage.completion_tokens == 5
 
 
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "x"}
+TOOL = {"type": "function", "name": "f"}
+
+
+def said(kind: str, text: str) -> dict[str, str]:
+    """A part of a message."""
+    return {"type": kind, "text": text}
+
+
+class TestResponses:
+    """`/v1/responses`."""
+
+    def test_the_text_is_that_of_the_sdk(self, here: Fronted) -> None:
+        answer, done = respond(here), by_sdk(here, messages=QUESTION)
+        assert answer.output_text == done.text
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert answer.usage.input_tokens == done.usage.prompt_tokens
+        assert answer.usage.output_tokens == 24
+        assert answer.specwire["seed"] == 7
+
+    def test_input_and_instructions_are_one_conversation(self, here: Fronted) -> None:
+        before = respond(here)
+        history = [*QUESTION, *(item.model_dump(exclude_none=True) for item in before.output)]
+        history.append({"role": "user", "content": [said("input_text", "And a stack?")]})
+        answer = respond(here, input=history, instructions="Be brief.", temperature=0.5, top_p=0.9)
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            *QUESTION,
+            {"role": "assistant", "content": before.output_text},
+            {"role": "user", "content": "And a stack?"},
+        ]
+        assert answer.output_text == by_sdk(here, messages=messages, temperature=0.5, top_p=0.9).text
+        assert (answer.temperature, answer.top_p, answer.instructions) == (0.5, 0.9, "Be brief.")
+
+    def test_a_history_with_calls_is_that_of_the_chat(self, here: Fronted) -> None:
+        """Text and calls of one response are one turn."""
+        call = {"name": "weather", "arguments": '{"city": "Ulm"}'}
+        history = [
+            *QUESTION,
+            {"type": "message", "role": "assistant", "content": [said("output_text", "Let me see.")]},
+            {"type": "function_call", "call_id": "c1", "id": "fc_1", "status": "completed", **call},
+            {"type": "function_call", "call_id": "c2", **call},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "c2", "output": [said("input_text", "sun")]},
+        ]
+        function = {"name": "weather", "arguments": {"city": "Ulm"}}
+        calls = [{"type": "function", "id": f"c{i}", "function": function} for i in (1, 2)]
+        messages = [
+            *QUESTION,
+            {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+        ]
+        answer, done = respond(here, input=history), by_sdk(here, messages=messages)
+        assert (answer.usage.input_tokens, answer.output_text) == (done.usage.prompt_tokens, done.text)
+
+    def test_one_that_ends_by_itself_is_complete(self, here: Fronted) -> None:
+        first = by_sdk(here, messages=QUESTION).token_ids[0]
+        answer = respond(here, extra_body={"stop_token_ids": [first]})
+        assert (answer.status, answer.incomplete_details) == ("completed", None)
+        effort = respond(here, reasoning={"effort": "low"}, max_output_tokens=1)
+        assert effort.usage.input_tokens > answer.usage.input_tokens
+        assert effort.reasoning.effort == "low"
+
+    def test_the_events_of_a_stream(self, here: Fronted) -> None:
+        events = list(respond(here, stream=True))
+        kinds = [event.type for event in events]
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert kinds == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            *["response.output_text.delta"] * len(deltas),
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.incomplete",
+        ]
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        last: Response = events[-1].response
+        done = by_sdk(here, messages=QUESTION)
+        assert "".join(deltas) == last.output_text == events[len(deltas) + 4].text == done.text
+        assert len(deltas) > 1
+        assert last.usage is not None
+        assert last.usage.output_tokens == 24
+        extra = {"seed": 7, "stop_token_ids": [done.token_ids[9]]}
+        asked = QUESTION[0]["content"]
+        with here.openai.responses.stream(model=here.model, input=asked, extra_body=extra) as stream:
+            whole = stream.get_final_response()
+        assert done.text.startswith(whole.output_text)
+        assert whole.output_text, "their own accumulator follows it"
+
+    def test_events_are_named_on_the_wire(self, here: Fronted) -> None:
+        body = {"model": here.model, "input": "x", "max_output_tokens": 1, "stream": True}
+        text = httpx2.post(f"{here.url}/v1/responses", json=body).text
+        assert text.startswith(
+            'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
+        )
+        assert "[DONE]" not in text
+
+    def test_an_error_in_mid_stream_is_an_event(self, here: Fronted) -> None:
+        """Of the deadline, which is the front's own."""
+        with front(here.stack.address, timeout_s=0.4) as address:
+            body = {"model": here.model, "input": "x", "stream": True, "ignore_eos": True}
+            text = httpx2.post(f"http://{address}/v1/responses", json=body, timeout=30).text
+        last = text.strip().split("\n\n")[-1]
+        assert last.startswith("event: error\ndata: ")
+        assert '"code":"deadline_exceeded"' in last
+
+    @pytest.mark.parametrize(
+        ("changes", "param"),
+        [
+            ({"store": True}, "store"),
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"background": True}, "background"),
+            ({"truncation": "auto"}, "truncation"),
+            ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+            ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"input": []}, "input"),
+            ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+            ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]"),
+            ({"input": [CALL | {"arguments": "["}]}, "input[0].arguments"),
+            ({"input": [*QUESTION, CALL, RESULT | {"call_id": "c2"}]}, "input[2].call_id"),
+            ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
+            ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+            ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "tools"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"extra_body": {"n": 2}}, "n"),
+            ({"extra_body": {"max_tokens": 2}}, "max_tokens"),
+        ],
+    )
+    def test_refusals(self, here: Fronted, changes: dict[str, Any], param: str) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            respond(here, **changes)
+        assert refused.value.param == param
+
+
 class TestTogether:
     async def test_many_clients_at_once(self, here: Fronted) -> None:
         alone = [complete(here, seed=seed).choices[0].text for seed in range(8)]
@@ -282,51 +435,12 @@ class TestTogether:
         stream.close()
         here.stack.assert_idle_within(10)
 
-    def test_one_that_waits_for_the_whole_and_leaves_too(self, here: Fronted) -> None:
-        host, _, port = here.address.partition(":")
-        request = {"model": here.model, "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 4}
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(as_http(request))
-            wait_until(lambda: here.stack.status("verify").num_held_pages > 0, 20)
-        here.stack.assert_idle_within(20)
 
-
-class TestHealth:
-    def test_it_says_whether_the_coordinator_answers(self, here: Fronted) -> None:
-        with urllib.request.urlopen(f"{here.url}/health") as response:
-            assert json.load(response)["status"] == "ok"
-        with front("127.0.0.1:1") as address, pytest.raises(urllib.request.HTTPError) as error:
-            urllib.request.urlopen(f"http://{address}/health")
-        assert error.value.code == 503
-        error.value.close()
-
-    def test_models(self, here: Fronted) -> None:
-        [model] = here.openai.models.list().data
-        assert model.created > 1_700_000_000, "when the front began to serve it"
-        assert model.id == here.model == "target"
-        assert time.time() - 3600 < model.created <= time.time()
-        assert here.openai.models.retrieve(model.id) == model
-
-
-def as_http(request: dict[str, Any]) -> bytes:
-    body = json.dumps(request).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
-
-
-def test_up_starts_a_front_and_ends_it() -> None:
-    config = UpConfig(
-        target="emulated:step_ms=1", draft="none", address="127.0.0.1:0", http_address="127.0.0.1:0"
-    )
-    with Stack(config) as stack:
-        assert stack.http is not None
-        with openai.OpenAI(base_url=f"http://{stack.http.address}/v1", api_key="-", max_retries=0) as client:
-            model = client.models.list().data[0].id
-            answer = client.completions.create(model=model, prompt=[1, 2], max_tokens=8)
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 8
-        stack.http.terminate()
-        assert stack.http.process.wait(30) == 0
+def test_models(here: Fronted) -> None:
+    [model] = here.openai.models.list().data
+    assert model.id == here.model == "target"
+    assert time.time() - 3600 < model.created <= time.time(), "when the front began to serve it"
+    assert here.openai.models.retrieve(model.id) == model
 
 
 async def test_another_model_is_spelled_by_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

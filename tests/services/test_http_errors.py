@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,17 @@ from specwire.http import server
 from specwire.http.errors import api_error
 from specwire.http.model import Models
 from tests.support.certificates import Authority
+from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, front, fronted
-from tests.support.harness import LoopThread, local_stack
+from tests.support.harness import local_stack, on_own_loop
 
 EMULATED = "emulated:step_ms=1"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def here() -> Iterator[Fronted]:
-    """Knows no text: what is refused is refused before any is needed."""
-    with fronted(EMULATED) as running:
-        yield running
+here = entered(lambda: fronted(EMULATED))
+"""Knows no text: what is refused is refused before any is needed."""
 
 
 def post(here: Fronted, path: str, body: Any, **headers: str | bytes) -> tuple[int, dict[str, Any], Any]:
@@ -55,8 +52,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     COMPLETIONS: [
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
-        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": 2**21}, "max_tokens", "context_length_exceeded"),
         ({"max_tokens": 2**31}, "max_tokens", "invalid_value"),
@@ -77,9 +72,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"num_draft_tokens": 65}, "num_draft_tokens", "invalid_value"),
         ({"draft": "eagle"}, "draft", "invalid_value"),
         ({"draft": "off", "num_draft_tokens": 4}, "draft", "invalid_value"),
-        ({"max_depth": 65}, "max_depth", "invalid_value"),
         ({"max_depth": 4, "rule": "rejection"}, "max_depth", "invalid_value"),
-        ({"max_depth": 4, "rule": "block"}, "max_depth", "invalid_value"),
         ({"echo": True, "n": 2, "use_beam_search": True}, "echo", "invalid_value"),
         ({"best_of": 2}, "best_of", "unsupported_value"),
         ({"suffix": "x"}, "suffix", "unsupported_value"),
@@ -178,11 +171,10 @@ def test_the_client_raises_its_own_types(here: Fronted) -> None:
 
 
 def test_every_response_has_a_request_id(here: Fronted) -> None:
-    for headers, expected in (({}, "req-"), ({"x-request-id": "mine-1"}, "mine-1")):
+    for given, expected in ((None, "req-"), ("mine-1", "mine-1"), ("no spaces", "req-")):
+        headers = {"x-request-id": given} if given else {}
         _, _, found = post(here, COMPLETIONS, completion(here), **headers)
         assert found["x-request-id"].startswith(expected)
-    _, _, found = post(here, COMPLETIONS, completion(here), **{"x-request-id": "no spaces"})
-    assert found["x-request-id"].startswith("req-")
 
 
 def test_a_defect_has_one_too(here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +223,12 @@ def test_a_deadline_that_passes_before_and_amid_the_answer(here: Fronted) -> Non
         headers = {"content-type": "application/json"}
         url = f"http://{address}{COMPLETIONS}"
         whole = httpx2.post(url, content=json.dumps(wanted), headers=headers, timeout=30)
-        assert (whole.status_code, whole.json()["error"]["type"]) == (504, "timeout_error")
+        error = whole.json()["error"]
+        assert (whole.status_code, error["type"], error["code"]) == (
+            504,
+            "timeout_error",
+            "deadline_exceeded",
+        )
         client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="-", max_retries=0)
         with client, pytest.raises(openai.APIError, match=r"(?i)deadline"):
             for _ in client.completions.create(**wanted, stream=True):
@@ -243,25 +240,14 @@ def test_no_coordinator() -> None:
         client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="-", max_retries=0)
         with client, pytest.raises(openai.InternalServerError) as raised:
             client.models.list()
+        assert httpx2.get(f"http://{address}/health").status_code == 503
     assert (raised.value.status_code, raised.value.type) == (503, "service_unavailable_error")
+    assert raised.value.code == "unavailable"
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (errors.InvalidRequestError("top_p", 2, "is wrong"), 400, "invalid_value"),
-        (errors.ContextLengthError("max_tokens", 9, "is wrong"), 400, "context_length_exceeded"),
-        (errors.UnsupportedError("stop", "x", "is wrong"), 400, "unsupported_value"),
-        (errors.ResourceExhaustedError("full"), 429, "rate_limit_exceeded"),
-        (errors.ServiceUnavailableError("gone"), 503, "unavailable"),
-        (errors.RequestCancelledError("the server is shutting down"), 503, "cancelled"),
-        (errors.DeadlineExceededError("late"), 504, "deadline_exceeded"),
-    ],
-)
-def test_every_error_has_its_status(error: Exception, status: int, code: str) -> None:
-    told = api_error(error)
-    assert (told.status, told.code) == (status, code)
-    assert str(told) == str(error)
+def test_one_that_is_cancelled_may_ask_again() -> None:
+    told = api_error(errors.RequestCancelledError("the server is shutting down"))
+    assert (told.status, told.code, str(told)) == (503, "cancelled", "the server is shutting down")
 
 
 @pytest.mark.parametrize("defect", [ValueError("/etc/secret"), errors.ModelLoadError("/models/x")])
@@ -285,47 +271,38 @@ def test_tls_and_tokens(tmp_path: Path) -> None:
         front(stack.address, tls_ca=authority.path, tls_cert=cert, tls_key=key, model_name="m") as address,
         httpx2.Client(verify=trusted) as http,
     ):
-        assert http.get(f"https://{address}/health").json() == {"status": "ok"}
+        url = f"https://{address}"
+        assert http.get(f"{url}/health").json() == {"status": "ok"}
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, http_client=http)
+        answer = client.completions.create(model="m", prompt=[1], max_tokens=2)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2
+        with pytest.raises(openai.AuthenticationError) as raised:
+            client.with_options(api_key="wrong").completions.create(model="m", prompt=[1])
+        assert raised.value.code == "invalid_api_key"
         for given, expected in ((token, 200), ("wrong", 401)):
-            client = openai.OpenAI(
-                base_url=f"https://{address}/v1", api_key=given, max_retries=0, http_client=http
-            )
-            if expected == 200:
-                assert client.models.list().data[0].id == "m"
-                answer = client.completions.create(model="m", prompt=[1], max_tokens=2)
-                assert answer.usage is not None
-                assert answer.usage.completion_tokens == 2
-            else:
-                with pytest.raises(openai.AuthenticationError):
-                    client.models.list()
-                with pytest.raises(openai.AuthenticationError) as raised:
-                    client.completions.create(model="m", prompt=[1])
-                assert raised.value.code == "invalid_api_key"
-            ways = http.get(f"https://{address}/ways", headers={"authorization": f"Bearer {given}"})
-            assert ways.status_code == expected
+            for path in ("/v1/models", "/ways"):
+                answered = http.get(url + path, headers={"authorization": f"Bearer {given}"})
+                assert answered.status_code == expected
         with pytest.raises(httpx2.ConnectError):
-            httpx2.get(f"https://{address}/health")
+            httpx2.get(f"{url}/health")
 
 
 def test_a_front_that_cannot_start() -> None:
     with (
         front("127.0.0.1:1") as taken,
         pytest.raises(ConfigError, match=f"--address {taken}: cannot be bound"),
+        on_own_loop(lambda: server.serving(HttpConfig(address=taken))),
     ):
-        start(HttpConfig(address=taken))
-    with pytest.raises(ConfigError, match=r"--tls-cert .* are not a PEM certificate and its private key"):
-        start(HttpConfig(address="127.0.0.1:0", tls_cert=__file__, tls_key=__file__))
+        pass
+    broken = HttpConfig(address="127.0.0.1:0", tls_cert=__file__, tls_key=__file__)
+    with (
+        pytest.raises(ConfigError, match=r"--tls-cert .* are not a PEM certificate and its private key"),
+        on_own_loop(lambda: server.serving(broken)),
+    ):
+        pass
     with pytest.raises(ConfigError, match=r"--address 0\.0\.0\.0:0: would be plaintext"):
         HttpConfig(address="0.0.0.0:0")
     with pytest.raises(ConfigError, match="--server 10"):
         HttpConfig(server="127.0.0.1:7070,10.0.0.1:7070")
     HttpConfig(server="127.0.0.1:7070,127.0.0.1:7071")
-
-
-def start(config: HttpConfig) -> None:
-    thread = LoopThread()
-    try:
-        with thread.entered(lambda: server.serving(config)):
-            pass
-    finally:
-        thread.close()

@@ -11,13 +11,10 @@ import jsonschema
 import openai
 import pytest
 import torch
-from tokenizers import AddedToken, decoders, models
-from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from specwire import embedded
-from tests.support import tiny_models
 from tests.support.fronts import Fronted, fronted
+from tests.support.languages import save_speaker
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 
 TEMPLATE = (
@@ -37,18 +34,8 @@ BAD: Any = {"type": "function", "function": {"name": "f", "parameters": {"type":
 STRICT: Any = {"type": "function", "function": {"name": "f", "strict": True}}
 SAID: Any = [{"role": "user", "content": "What time is it?"}]
 PIECES = (
-    *(
-        "Sure.",
-        " <tool",
-        "_call>",
-        '{"name": "',
-        "now",
-        '", "arguments":',
-        ' {"zone": "',
-        "CE",
-        'T", "hours"',
-    ),
-    *(": 2}", "}</tool_", "call>"),
+    *("Sure.", " <tool", "_call>", '{"name": "', "now", '", "arguments":'),
+    *(' {"zone": "', "CE", 'T", "hours"', ": 2}", "}</tool_", "call>"),
 )
 """What the speaker says, token by token, each time."""
 NAMED: Any = {"type": "function", "function": {"name": "now"}}
@@ -63,8 +50,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
         yield running
 
 
-def save_speaker(directory: Path) -> Path:
-    """A model that goes from each token to the next one, and a tokenizer with the pieces as its tokens."""
+def save_caller(directory: Path) -> Path:
+    """A model that goes from each token to the next one: from Q over the pieces to the end."""
     model = markov_model()
     with torch.no_grad():
         inputs = model.get_input_embeddings().weight
@@ -74,22 +61,14 @@ def save_speaker(directory: Path) -> Path:
             )
         )
         model.lm_head.weight.copy_(inputs.roll(1, 0))
-    texts = [f"<{i}>" for i in range(MARKOV_VOCAB_SIZE)]
-    texts[: len(PIECES) + 2] = ["Q", *PIECES, "<end>"]
-    end_id = len(PIECES) + 1
-    model.config.eos_token_id = model.generation_config.eos_token_id = end_id
-    backend = Backend(models.BPE({text: i for i, text in enumerate(texts)}, []))
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken("<end>", special=True)])
-    known = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    known.chat_template = "{# <tool_call> #}{% if tools %}Q{% endif %}Q"
-    known.save_pretrained(directory)
-    return tiny_models.save(model, directory)
+    save_speaker(model, directory, ["", "<1>", "<2>", "Q", *PIECES])
+    (directory / "chat_template.jinja").write_text("{# <tool_call> #}{% if tools %}Q{% endif %}Q")
+    return directory
 
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
-    with fronted(save_speaker(tmp_path_factory.mktemp("speaker"))) as running:
+    with fronted(save_caller(tmp_path_factory.mktemp("speaker"))) as running:
         yield running
 
 
@@ -138,15 +117,6 @@ def test_a_streamed_call_is_the_same(here: Fronted) -> None:
     assert "".join(piece.function.arguments for piece in pieces) == whole.function.arguments
 
 
-def test_a_choice_of_the_model_is_content_or_calls(here: Fronted) -> None:
-    """The model was never taught calls: its text is content, and the same when it is streamed."""
-    text = ask(here, max_tokens=24).choices[0].message.content
-    choices = [chunk.choices[0] for chunk in ask(here, max_tokens=24, stream=True)]
-    assert text
-    assert "".join(each.delta.content or "" for each in choices) == text
-    assert choices[-1].finish_reason in ("stop", "length")
-
-
 def test_a_call_that_is_cut_says_so(here: Fronted) -> None:
     [choice] = ask(here, tool_choice=NAMED, max_tokens=12).choices
     assert choice.finish_reason == "length"
@@ -179,20 +149,18 @@ def test_refused_by_name(here: Fronted, fields: dict[str, Any], param: str) -> N
     assert refused.value.param == param
 
 
-def test_a_call_in_the_text_is_found(speaker: Fronted) -> None:
-    [choice] = ask(speaker, temperature=0).choices
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Sure.")
-    [call] = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"zone": "CET", "hours": 2})
-
-
-def test_openais_client_puts_a_streamed_call_together(speaker: Fronted) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_in_the_text_is_found(speaker: Fronted, stream: bool) -> None:
+    """Of a stream, by OpenAI's own client."""
     given: Any = {"model": speaker.model, "messages": SAID, "tools": [NOW, STOP], "temperature": 0}
-    with speaker.openai.chat.completions.stream(**given) as stream:
-        [choice] = stream.get_final_completion().choices
+    if stream:
+        with speaker.openai.chat.completions.stream(**given) as events:
+            [choice] = events.get_final_completion().choices
+    else:
+        [choice] = ask(speaker, **given).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Sure.")
     [call] = choice.message.tool_calls or []
-    assert json.loads(call.function.arguments) == {"zone": "CET", "hours": 2}
+    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"zone": "CET", "hours": 2})
 
 
 @pytest.mark.parametrize("fields", [{"tools": [STOP]}, {"tool_choice": "none"}], ids=["another", "none"])
@@ -200,6 +168,9 @@ def test_a_call_of_no_known_tool_is_content(speaker: Fronted, fields: dict[str, 
     [choice] = ask(speaker, temperature=0, **fields).choices
     assert (choice.finish_reason, choice.message.content) == ("stop", "".join(PIECES))
     assert choice.message.tool_calls is None
+    choices = [chunk.choices[0] for chunk in ask(speaker, temperature=0, stream=True, **fields)]
+    assert "".join(each.delta.content or "" for each in choices) == "".join(PIECES)
+    assert choices[-1].finish_reason == "stop"
 
 
 class TestResponses:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -59,12 +58,9 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return seen
 
 
-def post(here: Fronted, **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(here.address, timeout=60)
+def post(here: Fronted, **headers: str) -> httpx2.Response:
     body = {"model": here.model, "prompt": [3, 5, 7], "max_tokens": 8, "seed": 1}
-    headers = {"content-type": "application/json", **headers}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    return connection.getresponse()
+    return httpx2.post(f"{here.url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
 def of_trace(spans: list[RecordedSpan], trace_id: str = "ab" * 16) -> dict[str, RecordedSpan]:
@@ -76,7 +72,7 @@ def test_one_trace_from_the_request_to_the_coordinator(
 ) -> None:
     headers = {"traceparent": PARENT, "tracestate": "vendor=1", "baggage": "user=7", "x-request-id": "mine"}
     answer = post(here, **headers)
-    assert (answer.status, answer.getheader("x-request-id")) == (200, "mine")
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
     names = ["POST /v1/completions", "text_completion", "generate"]
     spans = of_trace(receiver.wait_for(lambda spans: set(names) <= set(of_trace(spans))))
     server, client, generate = (spans[name] for name in names)
@@ -116,18 +112,16 @@ def test_one_trace_from_the_request_to_the_coordinator(
 def test_a_front_that_does_not_trace_passes_the_context_on(metadata: dict[str, str]) -> None:
     with fronted(MODEL) as here:
         headers = {"traceparent": PARENT, "tracestate": "vendor=1", "baggage": "user=7"}
-        assert post(here, **headers).status == 200
+        assert post(here, **headers).status_code == 200
         assert headers.items() <= metadata.items()
         assert metadata["x-request-id"].startswith("req-")
-        assert post(here, traceparent=PARENT + "0").status == 200
+        assert post(here, traceparent=PARENT + "0").status_code == 200
         assert "traceparent" not in metadata
 
 
 def test_whose_fault_it_was(here: Fronted, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused request, a client that leaves, and a coordinator that is gone."""
-    connection = http.client.HTTPConnection(here.address, timeout=60)
-    connection.request("GET", "/v1/nothing", headers={"traceparent": PARENT})
-    assert connection.getresponse().status == 404
+    assert httpx2.get(f"{here.url}/v1/nothing", headers={"traceparent": PARENT}).status_code == 404
     with here.openai.completions.create(
         model=here.model, prompt=[1], max_tokens=4000, stream=True, extra_headers={"traceparent": PARENT}
     ) as stream:
@@ -144,7 +138,7 @@ def test_whose_fault_it_was(here: Fronted, receiver: OtlpReceiver, monkeypatch: 
         raise ServiceUnavailableError("gone")
 
     monkeypatch.setattr("specwire.client.streaming.Part.read", gone)
-    assert post(here, traceparent=PARENT.replace("ab", "ef")).status == 503
+    assert post(here, traceparent=PARENT.replace("ab", "ef")).status_code == 503
     spans = of_trace(receiver.wait_for(lambda spans: len(of_trace(spans, "ef" * 16)) >= 2), "ef" * 16)
     for name in ("POST /v1/completions", "text_completion"):
         assert (spans[name].attributes["error.type"], spans[name].is_error) == ("UNAVAILABLE", True)

@@ -60,13 +60,14 @@ def generate(stack: LocalStack, **settings: Any) -> None:
 
 
 def generate_until(stack: LocalStack, num_versions: int) -> Learning:
-    deadline = time.monotonic() + TIMEOUT_S
-    for seed in range(1000):
-        generate(stack, seed=seed)
-        if (now := learning(stack)).num_versions >= num_versions:
-            return now
-        assert time.monotonic() < deadline, now
-    raise AssertionError
+    seeds = itertools.count()
+
+    def is_far_enough() -> bool:
+        generate(stack, seed=next(seeds))
+        return learning(stack).num_versions >= num_versions
+
+    wait_until(is_far_enough, TIMEOUT_S)
+    return learning(stack)
 
 
 @pytest.fixture
@@ -233,12 +234,10 @@ def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
         (lambda: DraftConfig(learn=True, target_tokenizer="x/y"), "--target-tokenizer x/y: does not go"),
         (lambda: DraftConfig(learn=True, least_pass_ms=5.0), "--least-pass-ms 5.0: does not go"),
         (lambda: DraftConfig(learn_share=0.0), "--learn-share 0.0: must lie in"),
-        (lambda: DraftConfig(learn_share=1.5), "--learn-share 1.5: must lie in"),
         (lambda: DraftConfig(learn_rate=0.0), "--learn-rate 0.0"),
         (lambda: DraftConfig(learn_out="x"), "--learn-out x: is of use together with --learn only"),
         (lambda: DraftConfig(learn=True, model="x/y", learn_out="x/y"), "--learn-out x/y: is --model itself"),
         (lambda: UpConfig(draft="ngram", draft_learn=True), "--draft ngram is no model"),
-        (lambda: UpConfig(draft="none", draft_learn=True), "--draft none is no model"),
         (lambda: UpConfig(draft="emulated:step_ms=1", draft_learn=True), "has no weights"),
         (
             lambda: UpConfig(

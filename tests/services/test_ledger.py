@@ -199,7 +199,7 @@ def test_a_slow_reader_is_to_blame() -> None:
     assert to_blame(found) is Stage.CLIENT_CREDIT, found
 
 
-def test_a_cancel_and_a_deadline_keep_what_there_was() -> None:
+def test_a_cancel_a_deadline_and_a_refusal_keep_what_there_was() -> None:
     with traced("emulated:step_ms=40", None) as (stack, receiver):
         with stack.client.stream(params=SamplingParams(max_tokens=200), prompt_token_ids=PROMPT) as stream:
             next(iter(stream))
@@ -207,25 +207,17 @@ def test_a_cancel_and_a_deadline_keep_what_there_was() -> None:
             stack.client.generate(
                 params=SamplingParams(max_tokens=200), prompt_token_ids=PROMPT, timeout_s=0.3
             )
-        found = roots(receiver, 2)
-    cancelled = next(root for root in found if root.attributes.get("error.type") == "CANCELLED")
-    late = next(root for root in found if root.attributes.get("error.type") == "DEADLINE_EXCEEDED")
-    assert not cancelled.is_error
-    assert late.is_error
+        with pytest.raises(InvalidRequestError):
+            stack.client.generate(params=SamplingParams(), prompt_token_ids=[10**8])
+        found = {root.attributes.get("error.type"): root for root in roots(receiver, 3)}
+    names = "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"
+    cancelled, late, refused = (found[name] for name in names)
+    assert [root.is_error for root in (cancelled, late, refused)] == [False, True, True]
+    assert to_blame(stages(refused)) is Stage.COORDINATOR
     for root in (cancelled, late):
         assert to_blame(stages(root)) is Stage.VERIFY
         assert int(str(root.attributes["gen_ai.usage.output_tokens"])) > 0
         assert float(str(root.attributes["gen_ai.response.time_to_first_chunk"])) > 0
-
-
-def test_a_refusal_has_a_trace() -> None:
-    with traced(draft=None) as (stack, receiver):
-        with pytest.raises(InvalidRequestError):
-            stack.client.generate(params=SamplingParams(), prompt_token_ids=[10**8])
-        [root] = roots(receiver, 1)
-    assert root.is_error
-    assert root.attributes["error.type"] == "INVALID_ARGUMENT"
-    assert to_blame(stages(root)) is Stage.COORDINATOR
 
 
 def test_a_draft_that_is_cut_off_and_one_that_hangs() -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import queue
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.forecast import Forecast, SharedForecast
-from draft_service.lookahead import Branch, Lookahead, Request
+from draft_service.lookahead import Lookahead, Request
 from specwire import ResourceExhaustedError, Rule, SamplingParams, UnsupportedError, clock
 from specwire.config.services import DraftConfig
 from specwire.core import Preparation, Proposal
@@ -28,12 +27,13 @@ from specwire.proposals.pushes import Arrived
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.telemetry.tracing import Span
-from specwire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-from tests.support.draft_streams import FakeCall, Received, draft_stream, opening, received
+from specwire.v1 import common_pb2, draft_pb2
+from tests.support.draft_streams import Received, draft_stream, opening, received
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.jobs import result_of, submitted
+from tests.support.model_streams import RawStream, raw_stream
 from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 9, 11, 2, 7]
@@ -47,12 +47,11 @@ SETTINGS = [
 ]
 
 
-class RawStream:
+class DraftedSequence:
     """One sequence of the draft service, message by message, with the books of what it holds."""
 
-    def __init__(self, stub: draft_pb2_grpc.DraftServiceStub, params: SamplingParams) -> None:
-        self._requests: queue.SimpleQueue[draft_pb2.DraftRequest | None] = queue.SimpleQueue()
-        self._messages = stub.Draft(iter(self._requests.get, None), timeout=60)
+    def __init__(self, stream: RawStream, params: SamplingParams) -> None:
+        self._stream = stream
         self._open = [opening(1, params, len(PROMPT))]
         self._number = 0
         self._arrived = Arrived()
@@ -70,16 +69,16 @@ class RawStream:
         order = DraftOrder(1, self._number, base_len, committed[base_len:], wanted, prepare=preparation)
         message = draft_wire.request_to_proto(self._open, [], [order])
         message.num_arrived_bytes = self._arrived.report()
-        self._requests.put(message)
+        self._stream.send(message)
         self._open = []
         self.committed, self.held = committed, committed
 
     def _next(self) -> Received:
-        message = next(self._messages)
+        message = self._stream.read()
         if message.HasField("prepared"):
             self._arrived.add(message.ByteSize())
         if self._arrived.is_due:
-            self._requests.put(draft_pb2.DraftRequest(num_arrived_bytes=self._arrived.report()))
+            self._stream.send(draft_pb2.DraftRequest(num_arrived_bytes=self._arrived.report()))
         found = received(message)
         for error in found.errors.values():
             raise error
@@ -112,11 +111,6 @@ class RawStream:
             if len(whole) > length and whole[:length] == self.committed  # or else it came too late
         ]
 
-    def close(self) -> None:
-        self._requests.put(None)
-        for _ in self._messages:
-            pass
-
 
 Services = dict[str, boot.ModelService]
 services = entered(started_services, scope="function")
@@ -129,6 +123,8 @@ def stack(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Itera
     target, draft = save_target(directory / "target"), save_good_draft(directory / "draft")
     with local_stack(target, draft) as running:
         yield running
+        running.assert_idle_within(2.0)
+        check_integrity(services["draft"].runner.pool)
 
 
 @pytest.fixture
@@ -141,21 +137,18 @@ def emulated() -> Iterator[boot.ModelService]:
     assert running.runner.pool.num_held_pages == 0
 
 
-@pytest.fixture
-def stub(services: Services, stack: LocalStack) -> Iterator[Any]:
-    with grpc.insecure_channel(stack.draft_address) as channel:
-        yield draft_pb2_grpc.DraftServiceStub(channel)
-    stack.assert_idle_within(2.0)
-    check_integrity(services["draft"].runner.pool)
+@contextlib.contextmanager
+def drafted(stack: LocalStack, params: SamplingParams) -> Iterator[DraftedSequence]:
+    """On a stream of its own."""
+    with raw_stream(stack, "draft") as stream:
+        yield DraftedSequence(stream, params)
 
 
-def fresh(stub: Any, params: SamplingParams, committed: Sequence[int]) -> Proposal:
+def fresh(stack: LocalStack, params: SamplingParams, committed: Sequence[int]) -> Proposal:
     """What a stream that never worked ahead proposes."""
-    stream = RawStream(stub, params)
-    stream.send(committed, NUM_DRAFT_TOKENS, None)
-    proposal = stream.answer()
-    stream.close()
-    return proposal
+    with drafted(stack, params) as sequence:
+        sequence.send(committed, NUM_DRAFT_TOKENS, None)
+        return sequence.answer()
 
 
 def assert_same(one: Proposal, other: Proposal) -> None:
@@ -168,79 +161,64 @@ def assert_same(one: Proposal, other: Proposal) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_what_is_pushed_is_what_would_have_been_answered(stub: Any, settings: dict[str, Any]) -> None:
+def test_what_is_pushed_is_what_would_have_been_answered(stack: LocalStack, settings: dict[str, Any]) -> None:
     """Rounds of every kind: hits that are only told, hits that are asked for again, misses."""
     params = SamplingParams(seed=3, **settings)
-    stream = RawStream(stub, params)
-    stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
-    proposal = stream.answer()
-    assert_same(proposal, fresh(stub, params, PROMPT))
     depths = set()
+    with drafted(stack, params) as sequence:
 
-    def longest() -> int:
-        return max(len(path) for path, _ in stream.known())
+        def longest() -> int:
+            return max(len(path) for path, _ in sequence.known())
 
-    def shortest() -> int:
-        return min(len(path) for path, _ in stream.known())
+        def shortest() -> int:
+            return min(len(path) for path, _ in sequence.known())
 
-    for number in range(12):
-        kind = number % 3
-        # After all was accepted, and after a rejection; later on, either may not be worth the work.
-        is_enough = {0: lambda: longest() > NUM_DRAFT_TOKENS, 1: lambda: shortest() <= NUM_DRAFT_TOKENS}
-        while not (stream.known() and is_enough.get(number, lambda: True)()):
-            for path, prepared in stream.pushed()[:3]:
-                assert_same(prepared, fresh(stub, params, [*stream.committed, *path]))
-        if kind < 2:
-            path, prepared = (min if kind else max)(stream.known(), key=lambda push: len(push[0]))
-            depths.add(len(path))
-            stream.send(path, NUM_DRAFT_TOKENS if number % 2 else 0, PREPARATION)
-            if number % 2:
-                assert_same(stream.answer(), prepared)
-            stream.held = [*stream.committed, *prepared.token_ids]
-        else:
-            stream.send([96], NUM_DRAFT_TOKENS, PREPARATION)
-            assert_same(stream.answer(), fresh(stub, params, stream.committed))
+        sequence.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
+        assert_same(sequence.answer(), fresh(stack, params, PROMPT))
+        for number in range(12):
+            kind = number % 3
+            # After all was accepted, and after a rejection; later on, either may not be worth the work.
+            is_enough = {0: lambda: longest() > NUM_DRAFT_TOKENS, 1: lambda: shortest() <= NUM_DRAFT_TOKENS}
+            while not (sequence.known() and is_enough.get(number, lambda: True)()):
+                for path, prepared in sequence.pushed()[:3]:
+                    assert_same(prepared, fresh(stack, params, [*sequence.committed, *path]))
+            if kind < 2:
+                path, prepared = (min if kind else max)(sequence.known(), key=lambda push: len(push[0]))
+                depths.add(len(path))
+                sequence.send(path, NUM_DRAFT_TOKENS if number % 2 else 0, PREPARATION)
+                if number % 2:
+                    assert_same(sequence.answer(), prepared)
+                sequence.held = [*sequence.committed, *prepared.token_ids]
+            else:
+                sequence.send([96], NUM_DRAFT_TOKENS, PREPARATION)
+                assert_same(sequence.answer(), fresh(stack, params, sequence.committed))
     assert len(depths) > 1
-    stream.close()
 
 
-def test_it_gets_more_than_one_round_ahead(stub: Any) -> None:
+def test_it_gets_more_than_one_round_ahead(stack: LocalStack) -> None:
     """Without news from the coordinator it goes on with the outcomes of what it has prepared."""
-    stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.GUMBEL))
-    stream.send(PROMPT, NUM_DRAFT_TOKENS, Preparation(num_outcomes=32, num_draft_tokens=NUM_DRAFT_TOKENS))
-    proposal = stream.answer()
-    paths: list[list[int]] = []
-    while not any(len(path) > NUM_DRAFT_TOKENS + 1 for path in paths):
-        paths += [path for path, _ in stream.pushed()]
+    with drafted(stack, SamplingParams(seed=1, rule=Rule.GUMBEL)) as sequence:
+        sequence.send(PROMPT, NUM_DRAFT_TOKENS, replace(PREPARATION, num_outcomes=32))
+        proposal = sequence.answer()
+        paths: list[list[int]] = []
+        while not any(len(path) > NUM_DRAFT_TOKENS + 1 for path in paths):
+            paths += [path for path, _ in sequence.pushed()]
     assert len({tuple(path) for path in paths}) == len(paths)
     assert [*proposal.token_ids] in [path[:NUM_DRAFT_TOKENS] for path in paths]
-    stream.close()
 
 
-def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack: LocalStack, stub: Any) -> None:
-    stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.GUMBEL))
-    stream.send(PROMPT * 20, NUM_DRAFT_TOKENS, PREPARATION)
-    stream.answer()
-    while not stream.pushed():
-        pass
-    stream.send(
-        [96], NUM_DRAFT_TOKENS, None
-    )  # not among the prepared outcomes, and nothing more is to be prepared
-    stream.answer()
-    one_sequence = -(-len([*stream.held]) // 16)
-    assert stack.status("draft").num_held_pages <= one_sequence
-    assert stack.status("draft").num_sequences == 1
-    stream.close()
-
-
-async def prepared_within(call: FakeCall, stream: Any, num: int) -> list[Branch]:
-    """The branches of the stream's only sequence, once there are so many and all are finished."""
-    [sequence] = stream.sequences.values()
-    lookahead = sequence.state.lookahead
-    async with asyncio.timeout(20):
-        while not (len(lookahead._branches) >= num and all(branch.done for branch in lookahead._branches)):
-            await call.read()
-    return lookahead._branches
+def test_memory_of_what_was_prepared_in_vain_is_free_after_a_miss(stack: LocalStack) -> None:
+    with drafted(stack, SamplingParams(seed=1, rule=Rule.GUMBEL)) as sequence:
+        sequence.send(PROMPT * 20, NUM_DRAFT_TOKENS, PREPARATION)
+        sequence.answer()
+        while not sequence.pushed():
+            pass
+        # Not among the prepared outcomes, and nothing more is to be prepared.
+        sequence.send([96], NUM_DRAFT_TOKENS, None)
+        sequence.answer()
+        one_sequence = -(-len([*sequence.held]) // 16)
+        assert stack.status("draft").num_held_pages <= one_sequence
+        assert stack.status("draft").num_sequences == 1
 
 
 async def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: boot.ModelService) -> None:
@@ -260,25 +238,22 @@ async def test_a_push_that_outlives_its_round_leaves_nothing_behind(emulated: bo
             while sequence.num_unanswered:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         call.may_write.set()
-        branches = await prepared_within(call, stream, 8)
-        starts = [(branch.job.committed_len, len(branch.path)) for branch in branches]
+        lookahead = sequence.state.lookahead
+        while not (len(lookahead._branches) >= 8 and all(branch.done for branch in lookahead._branches)):
+            await call.read()
+        starts = [(branch.job.committed_len, len(branch.path)) for branch in lookahead._branches]
     assert [start - num for start, num in starts] == [5] * len(starts)
 
 
 def test_a_service_that_prepares_nothing_says_so(tmp_path: Path) -> None:
     draft = save_good_draft(tmp_path / "draft")
-    with (
-        local_stack(save_target(tmp_path / "target"), draft, draft_options={"max_outcomes": 0}) as running,
-        grpc.insecure_channel(running.draft_address) as channel,
-    ):
-        stub = draft_pb2_grpc.DraftServiceStub(channel)
+    with local_stack(save_target(tmp_path / "target"), draft, draft_options={"max_outcomes": 0}) as running:
         info = handshake("draft", running.draft_address).model
         assert common_pb2.CAPABILITY_PREPARED_OUTCOMES not in info.capabilities
-        stream = RawStream(stub, SamplingParams(seed=1, rule=Rule.REJECTION))
-        stream.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
-        with pytest.raises(UnsupportedError, match="prepare"):
-            stream.answer()
-        stream.close()
+        with drafted(running, SamplingParams(seed=1, rule=Rule.REJECTION)) as sequence:
+            sequence.send(PROMPT, NUM_DRAFT_TOKENS, PREPARATION)
+            with pytest.raises(UnsupportedError, match="prepare"):
+                sequence.answer()
         done = running.client.generate(params=SamplingParams(max_tokens=20), prompt_token_ids=PROMPT)
         assert done.speculation.num_draft_tokens > 0
         assert done.speculation.num_prepared == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,17 +12,15 @@ import grpc
 import openai
 import pytest
 
-import coordinator.service
-import verify_service.service
-from specwire import AsyncClient, Rule, SamplingParams
+from specwire import Rule, SamplingParams
 from specwire.config.link import Link
 from specwire.config.preflight import memory, plan
-from specwire.config.services import CoordinatorConfig, VerifyConfig
+from specwire.config.services import VerifyConfig
 from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2_grpc
 from tests.support import adapters, encoder_decoders
-from tests.support.fronts import front
+from tests.support.fronts import Fronted, front
 from tests.support.harness import LocalStack, handshake, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
@@ -77,10 +73,7 @@ def stack(served: Served) -> Iterator[LocalStack]:
 
 @pytest.fixture(scope="module")
 def client(stack: LocalStack) -> Iterator[openai.OpenAI]:
-    with (
-        front(stack.address) as address,
-        openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as found,
-    ):
+    with front(stack.address) as address, Fronted(stack, address).openai as found:
         yield found
 
 
@@ -88,11 +81,11 @@ def each_with(params: SamplingParams, names: Iterable[str]) -> list[tuple[Sampli
     return [(replace(params, adapter=name), PROMPT) for name in names]
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+@pytest.mark.parametrize(("num_draft_tokens", "max_depth"), [(0, None), (4, None), (6, 3)])
 def test_four_and_none_at_a_time_write_what_peft_writes(
-    served: Served, stack: LocalStack, num_draft_tokens: int
+    served: Served, stack: LocalStack, num_draft_tokens: int, max_depth: int | None
 ) -> None:
-    params = replace(GREEDY, num_draft_tokens=num_draft_tokens)
+    params = replace(GREEDY, num_draft_tokens=num_draft_tokens, max_depth=max_depth)
     done = together(stack.address, each_with(params, served.texts))
     assert [list(completion.token_ids) for completion in done] == [*served.texts.values()]
     if num_draft_tokens:
@@ -100,16 +93,6 @@ def test_four_and_none_at_a_time_write_what_peft_writes(
         assert by_name[""].speculation.num_accepted_tokens > 0
         assert all(each.speculation.num_draft_tokens > 0 for each in done), "the draft is the base's"
     stack.assert_idle_within(1.0)
-
-
-def test_with_the_number_of_draft_tokens_left_to_the_server(served: Served) -> None:
-    auto = {"num_draft_tokens": "auto"}
-    with local_stack(
-        served.target, served.draft, verify_options=served.options, coordinator_options=auto
-    ) as running:
-        for params in (GREEDY, replace(GREEDY, max_depth=3, num_draft_tokens=6)):
-            done = together(running.address, each_with(params, served.texts))
-            assert [list(completion.token_ids) for completion in done] == [*served.texts.values()]
 
 
 def test_a_seeded_text_does_not_depend_on_the_company(served: Served, stack: LocalStack) -> None:
@@ -278,32 +261,6 @@ def test_a_target_that_drafts_for_itself(tmp_path: Path, source: str) -> None:
     assert all(each.speculation.num_draft_tokens > 0 for each in done)
 
 
-async def test_replicas_with_another_adapter_of_that_name_are_left_out(tmp_path: Path) -> None:
-    target = str(save_target(tmp_path / "target"))
-    first, second = (
-        adapters.save_adapter(tmp_path / name / "mine", seed=seed) for seed, name in enumerate("ab")
-    )
-    async with contextlib.AsyncExitStack() as entered:
-        options: dict[str, Any] = {"model": target, "dtype": "float32", "grace_s": 0.0}
-        configs = [
-            VerifyConfig(**options, lora_modules=given) for given in (f"mine={first}", f"mine={second}", "")
-        ]
-        addresses = [await entered.enter_async_context(verify_service.service.serving(c)) for c in configs]
-        coordinator_config = CoordinatorConfig(verify_address=",".join(addresses), grace_s=0.0)
-        address = await entered.enter_async_context(coordinator.service.serving(coordinator_config))
-        client = await entered.enter_async_context(AsyncClient(address))
-
-        async def left_out() -> list[str]:
-            return [
-                each.unavailable for each in (await client.get_status()).verify_replicas if each.unavailable
-            ]
-
-        async with asyncio.timeout(30):
-            while len(await left_out()) < 2:  # noqa: ASYNC110 - of tasks of the coordinator
-                await asyncio.sleep(0.02)
-        assert all("has adapters=" in each for each in await left_out())
-
-
 def test_their_weights_count_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = save_target(tmp_path / "target")
     adapter = adapters.save_adapter(tmp_path / "adapter")
@@ -334,11 +291,6 @@ class TestRefusedAtStart:
             ModelLoadError, match=f"--lora-modules mine={directory}: no adapter_model.safetensors"
         ):
             self.start(served.target, lora_modules=f"mine={directory}")
-
-    def test_a_layer_that_the_model_does_not_have(self, served: Served, tmp_path: Path) -> None:
-        target = save_target(tmp_path / "other", "opt")
-        with pytest.raises(ModelLoadError, match=r"--lora-modules.*adapter all: .*is not in this model"):
-            self.start(target, **served.options)
 
     def test_quantised_weights(self, served: Served, tmp_path: Path) -> None:
         target = save_target(tmp_path / "target", served.family)

@@ -72,6 +72,10 @@ def value(found: Scraped, name: str, **labels: str) -> float:
     return found[name, frozenset(labels.items())]
 
 
+def num_requests(found: Scraped, status: str, finish_reason: str = "") -> float:
+    return value(found, "specwire_requests_total", status=status, finish_reason=finish_reason)
+
+
 class Addresses(logging.Handler):
     """Where the services of this process say that their metrics are, in the order of their start."""
 
@@ -168,7 +172,7 @@ def test_a_coordinators_counts_agree_with_its_completions(observed: Observed) ->
         metric = f"specwire_spec_decode_{name}_per_source_total"
         assert value(found, metric, source=counted) == sum(getattr(each, name) for each in speculations)
     assert expected["specwire_prefix_cache_hit_tokens_total"] > 0, "the second found pages of the first"
-    assert value(found, "specwire_requests_total", status=OK, finish_reason="length") == len(observed.done)
+    assert num_requests(found, OK, "length") == len(observed.done)
     assert sum(each.accepted_per_position[1] for each in speculations) == value(
         found, "specwire_spec_decode_num_accepted_tokens_per_pos_total", position="1"
     )
@@ -245,36 +249,23 @@ def test_metrics_of_a_model_have_its_name(observed: Observed, role: str, model: 
 def test_requests_that_fail_are_counted_by_status(observed: Observed) -> None:
     with pytest.raises(InvalidRequestError):
         observed.stack.client.generate(params=SamplingParams(max_tokens=4), prompt_token_ids=[1 << 30])
-    assert (
-        value(
-            observed.ended("INVALID_ARGUMENT", 1),
-            "specwire_requests_total",
-            status="INVALID_ARGUMENT",
-            finish_reason="",
-        )
-        == 1
-    )
+    assert num_requests(observed.ended("INVALID_ARGUMENT", 1), "INVALID_ARGUMENT") == 1
     before = value(observed.scrape("coordinator"), "specwire_generation_tokens_total")
     params = SamplingParams(max_tokens=8000)
     with observed.stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
         next(iter(stream))
     found = observed.ended("CANCELLED", 1)
-    assert value(found, "specwire_requests_total", status="CANCELLED", finish_reason="") == 1
+    assert num_requests(found, "CANCELLED") == 1
     assert value(found, "specwire_generation_tokens_total") > before, "its work counts all the same"
     assert value(found, "gen_ai_server_request_duration_seconds_count", status=OK) == len(observed.done)
 
 
 def test_who_gives_up_at_its_deadline_has_not_cancelled(observed: Observed) -> None:
-    before = value(
-        observed.scrape("coordinator"),
-        "specwire_requests_total",
-        status="CANCELLED",
-        finish_reason="",
-    )
+    before = num_requests(observed.scrape("coordinator"), "CANCELLED")
     with Client(observed.stack.address, timeout_s=0.5) as client, pytest.raises(DeadlineExceededError):
         client.generate(params=SamplingParams(max_tokens=8000), prompt_token_ids=PROMPT)
     found = observed.ended("DEADLINE_EXCEEDED", 1)
-    assert value(found, "specwire_requests_total", status="CANCELLED", finish_reason="") == before
+    assert num_requests(found, "CANCELLED") == before
 
 
 def test_scrapes_beside_running_streams(observed: Observed) -> None:

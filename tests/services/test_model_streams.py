@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,19 +13,21 @@ import pytest
 
 import draft_service.service
 import verify_service.service
-from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
-from specwire.config.security.bearer import Principal, make_token
+from draft_service.drafter import DraftDecider
+from specwire import InvalidRequestError, ResourceExhaustedError
+from specwire.config.security.bearer import make_token
 from specwire.config.services import DraftConfig, VerifyConfig
-from specwire.engine.streams import Limits, ModelStream
+from specwire.engine import boot
 from specwire.errors import DeadlineExceededError, ServiceDrainingError
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import VerifyOrder
+from tests.support.draft_streams import draft_stream
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, LoopThread, local_stack
 from tests.support.model_streams import (
     RawStream,
-    SequenceFailedError,
     draft,
+    error_of,
     opening,
     raw_stream,
     sampling,
@@ -50,7 +50,14 @@ def stack() -> Iterator[LocalStack]:
         yield running
 
 
-slow = entered(lambda: local_stack(SLOW, SLOW), scope="function")
+slow_stack = entered(lambda: local_stack(SLOW, SLOW))
+
+
+@pytest.fixture
+def slow(slow_stack: LocalStack) -> Iterator[LocalStack]:
+    """Whatever a test did, everything is free afterwards."""
+    yield slow_stack
+    slow_stack.assert_idle_within(10.0)
 
 
 def opened(sequence_id: int, **fields: Any) -> Any:
@@ -83,13 +90,6 @@ def answered(stream: RawStream, num_answers: int, message: Any = None) -> list[i
     while len(found) < num_answers:
         found += stream.read().sequence_ids
     return sorted(found)
-
-
-def error_of(stream: RawStream, message: Any) -> SpecwireError:
-    """What a sequence ends with."""
-    with pytest.raises(SequenceFailedError) as failed:
-        stream.ask(message)
-    return failed.value.error
 
 
 @ROLES
@@ -285,44 +285,20 @@ def test_a_service_that_shuts_down(role: str) -> None:
         stopping.result(20)
 
 
-class Written(ModelStream[None, int]):
-    """Answers every message, with a write that a test lets go on."""
-
-    def __init__(self) -> None:
-        service: Any = SimpleNamespace(engine=SimpleNamespace(together=contextlib.nullcontext))
-        super().__init__(service, self._hold, Limits(), Principal(name="test"))
-        self.is_writing, self.may_end, self.written = asyncio.Event(), asyncio.Event(), list[Any]()
-
-    async def _hold(self, message: Any) -> None:
-        self.is_writing.set()
-        await self.may_end.wait()
-        self.written.append(message)
-
-    def opened(self, message: Any, tokens: Any) -> None:
-        pass
-
-    def received(self, message: Any) -> None:
-        if message.sequence_ids:
-            raise InvalidRequestError("request", "none", "is wrong")
-        self.answer([7])
-
-    def encoded(self, answers: Any, errors: Any) -> Any:
-        return answers
-
-
 async def test_a_stream_that_ends_while_an_answer_is_written() -> None:
     """The error comes after the write: gRPC can send no status during one, and the call would never end."""
-    stream = Written()
+    config = DraftConfig(model="emulated:step_ms=0")
+    service = boot.start(config, "draft", DraftDecider(config))
 
-    async def messages() -> AsyncIterator[Any]:
-        yield verify()
-        await stream.is_writing.wait()
-        yield verify(VerifyOrder(1, 1, 0, [3]))
+    async def ends_meanwhile() -> None:
+        async with draft_stream(service) as (call, _):
+            call.may_write.clear()
+            call.send([DraftOrder(1, 1, 0, [3, 4, 5], 2)], [opened(1)])
+            assert (await call.read()).answers
+            call.send(opened=[opened(1)])
+            done, _ = await asyncio.wait([call.serving], timeout=0.05)
+            assert not done
 
-    serving = asyncio.create_task(stream.serve(messages()))
-    done, _ = await asyncio.wait([serving], timeout=0.05)
-    assert not done
-    stream.may_end.set()
-    with pytest.raises(InvalidRequestError, match="is wrong"):
-        await serving
-    assert stream.written == [[7]]
+    with pytest.raises(InvalidRequestError, match="sequence_id=1: must be over 1"):
+        await ends_meanwhile()
+    service.close()

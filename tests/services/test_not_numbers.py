@@ -52,7 +52,7 @@ def test_a_penalty_that_leads_out_of_the_numbers(stack: LocalStack, rule: Rule) 
     assert len(generate(stack, rule, 0.01, [1, 2]).token_ids) == 8
 
 
-def test_rows_that_are_not_reached(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
+def test_rows_that_are_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's logits after draft tokens that it never emits: plain decoding does not see them."""
     log_probs = EmulatedModel.log_probs
 
@@ -67,10 +67,11 @@ def test_rows_that_are_not_reached(monkeypatch: pytest.MonkeyPatch, rule: Rule) 
     with local_stack(
         "emulated:step_ms=0", "emulated:step_ms=0,alpha=0.5", coordinator_options=options
     ) as stack:
-        params = SamplingParams(max_tokens=40, rule=rule, seed=3)
-        done = stack.client.generate(prompt_token_ids=[1, 2], params=params)
-        assert len(done.token_ids) == 40
-        assert done.speculation.num_draft_tokens > done.speculation.num_accepted_tokens > 0
+        for rule in Rule:
+            params = SamplingParams(max_tokens=40, rule=rule, seed=3)
+            done = stack.client.generate(prompt_token_ids=[1, 2], params=params)
+            assert len(done.token_ids) == 40
+            assert done.speculation.num_draft_tokens > done.speculation.num_accepted_tokens > 0
 
 
 def test_a_draft_whose_logits_are_no_numbers(stack: LocalStack, rule: Rule) -> None:

@@ -60,17 +60,13 @@ def with_first(one: Support) -> Proposal:
 
 BAD_PROPOSALS = {
     "an id beyond the vocabulary": Proposal(5, [1, 8], TWO),
-    "a negative id": Proposal(5, [1, -2], TWO),
     "a support too few": Proposal(5, [1, 3], TWO[:1]),
-    "an id of a support beyond the vocabulary": with_first(support([1, 9], [0.5, 0.5])),
-    "an empty support": with_first(support([], [])),
     "a probability that is no number": with_first(support([1, 2], [0.5, float("nan")])),
     "a negative probability": with_first(support([1, 2], [1.5, -0.5])),
     "a probability of zero": with_first(support([1, 2], [1.0, 0.0])),
     "a sum above one": with_first(support([1, 2], [0.9, 0.9])),
     "a sum below one": with_first(support([1, 2], [0.3, 0.3])),
     "a token twice": with_first(support([1, 1], [0.5, 0.5])),
-    "a token that was drawn from elsewhere": with_first(support([4, 2], [0.5, 0.5])),
 }
 BAD_VERDICTS: dict[str, dict[str, Any]] = {
     "another base": {"base_len": 6},
@@ -279,34 +275,15 @@ def of_parents(*parents: int) -> Callable[[Any], None]:
     return change
 
 
-def with_a_parent_too_many(message: Any) -> None:
-    message.parent_indices += b"\xff"
-
-
-def with_supports(message: Any) -> None:
-    of_parents(-1, -1)(message)
-    num = len(message.num_tokens)
-    message.support_lens = columns.pack([[1, 1]] * num)
-    message.support_token_ids = columns.pack([[1, 1]] * num)
-    message.support_probs = np.ones(2 * num, np.float32).tobytes()
-
-
 @pytest.mark.parametrize(
     ("max_depth", "change"),
-    [
-        (3, of_parents(-1, 2, 0)),
-        (3, of_parents(0)),
-        (3, of_parents(*[-1] * 65)),
-        (3, with_a_parent_too_many),
-        (3, with_supports),
-        (0, of_parents(-1, -1)),
-    ],
-    ids=["child first", "its own parent", "65 nodes", "a parent too many", "supports", "unasked"],
+    [(3, of_parents(-1, 2, 0)), (0, of_parents(-1, -1))],
+    ids=["child first", "unasked"],
 )
 def test_a_draft_whose_tree_is_none_is_a_lost_draft(
     stack: LocalStack, monkeypatch: pytest.MonkeyPatch, max_depth: int, change: Callable[[Any], None]
 ) -> None:
-    """Plain decoding goes on to the same text."""
+    """Plain decoding goes on to the same text. What else is no tree: `test_tree`."""
     asked = dataclasses.replace(params(Rule.GUMBEL), num_draft_tokens=8, max_depth=max_depth)
     sound = stack.client.generate(prompt_token_ids=PROMPT, params=asked)
     assert sound.speculation.num_accepted_tokens

@@ -6,6 +6,7 @@ history of appends, truncations and forks: `tensors/test_runner`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from specwire import ModelLoadError, Rule, SamplingParams, UnsupportedError
 from specwire.config.services import DraftConfig, VerifyConfig
 from specwire.engine import boot
-from tests.support.harness import local_stack
+from tests.support.harness import LocalStack, local_stack
 from tests.support.pairs import save_good_draft, save_target
 from tests.support.tiny_models import build, written_by_transformers
 from tests.support.together import of_prompts, sampled
@@ -32,12 +33,20 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
 
 
+@pytest.fixture(scope="module")
+def alone(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    """The target without a draft."""
+    with local_stack(pair[0]) as running:
+        yield running
+
+
 def greedy(num_draft_tokens: int | None, **options: Any) -> SamplingParams:
     return SamplingParams(
         temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, num_draft_tokens=num_draft_tokens, **options
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("place", ["service", "target"])
 def test_texts_are_those_of_generate_for_any_number_of_draft_tokens(
     pair: tuple[Path, Path], place: str
@@ -57,12 +66,11 @@ def test_texts_are_those_of_generate_for_any_number_of_draft_tokens(
         stack.assert_idle_within(1.0)
 
 
-def test_memory_of_four_serves_twelve(pair: tuple[Path, Path]) -> None:
+def test_memory_of_four_serves_twelve(pair: tuple[Path, Path], alone: LocalStack) -> None:
     """Those that gave up their states run again."""
     for_four = {"num_kv_tokens": 4 * 64, "page_size": 4}
     params = SamplingParams(rule=Rule.GUMBEL, seed=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with local_stack(pair[0]) as stack:
-        expected = [done.token_ids for done in sampled(stack.address, params, range(12), PROMPTS[0])]
+    expected = [done.token_ids for done in sampled(alone.address, params, range(12), PROMPTS[0])]
     ahead = {"max_outcomes": 3} | for_four  # on forks
     with local_stack(*pair, verify_options=for_four, draft_options=ahead) as stack:
         done = sampled(stack.address, params, range(12), PROMPTS[0])
@@ -83,11 +91,10 @@ def test_only_accepted_tokens_of_broken_rounds_run_again(pair: tuple[Path, Path]
         assert again == 0 if name == "itself" else 0 <= again <= found.num_accepted_tokens
 
 
-def test_trees_are_refused(pair: tuple[Path, Path]) -> None:
-    with local_stack(*pair) as stack:
-        assert not stack.client.get_model_info()[0].trees
-        with pytest.raises(UnsupportedError, match=r"max_depth=2: .* verifies chains only"):
-            stack.client.generate(params=greedy(4, max_depth=2), prompt_token_ids=PROMPTS[0])
+def test_trees_are_refused(alone: LocalStack) -> None:
+    assert not alone.client.get_model_info()[0].trees
+    with pytest.raises(UnsupportedError, match=r"max_depth=2: .* verifies chains only"):
+        alone.client.generate(params=greedy(4, max_depth=2), prompt_token_ids=PROMPTS[0])
 
 
 @pytest.mark.parametrize(

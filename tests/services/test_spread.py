@@ -10,43 +10,33 @@ import grpc
 import grpc.aio
 import pytest
 
-from specwire import AsyncClient, InvalidRequestError, SamplingParams
+from specwire import AsyncClient, ConfigError, InvalidRequestError, SamplingParams
 from specwire.config.fields import split_address
 from specwire.config.link import Link
 from specwire.config.services import CoordinatorConfig
 from specwire.rpc import channel, server
 from tests.support.faulty_proxy import FaultyProxy
-from tests.support.harness import local_stack
+from tests.support.harness import LOOPBACK, local_stack
 
 PROMPT = [1, 2, 3]
 
 
 async def test_all_addresses_of_a_name_take_calls_in_turn() -> None:
     """`localhost` has two, where there is IPv6."""
-    servers = []
-    port = 0
-    for host in ("127.0.0.1", "[::1]"):
-
-        async def name(request: bytes, context: object, host: str = host) -> bytes:
-            return host.encode()
-
-        one = grpc.aio.server()
-        method = {"Name": grpc.unary_unary_rpc_method_handler(name)}
-        one.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test", method)])
-        try:
-            port = one.add_insecure_port(f"{host}:{port}")
-        except RuntimeError:
-            pytest.skip("no IPv6 on this machine")
-        await one.start()
-        servers.append(one)
+    address, one = await naming(b"127.0.0.1")
+    _, port = split_address("address", address)
+    try:
+        _, other = await naming(b"[::1]", f"[::1]:{port}")
+    except ConfigError:
+        pytest.skip("no IPv6 on this machine")
     async with channel.open_channel(f"dns:///localhost:{port}") as several:
-        ask = several.unary_unary("/test/Name")
+        ask = several.unary_unary("/specwire.Test/Name")
         async with asyncio.timeout(10):
             while {await ask(b"") for _ in range(2)} != {b"127.0.0.1", b"[::1]"}:
                 pass  # the first calls go over the connection that is made first
             assert Counter([await ask(b"") for _ in range(8)]) == {b"127.0.0.1": 4, b"[::1]": 4}
-    for one in servers:
-        await one.stop(0)
+    for each in (one, other):
+        await each.stop()
 
 
 @pytest.mark.parametrize("address", ["dns:///a/b:1", "dns://server/a:1", "https://a:1", "dns:///a"])
@@ -112,13 +102,13 @@ async def test_no_call_is_refused_while_a_server_ends(monkeypatch: pytest.Monkey
     await staying.stop()
 
 
-async def naming(name: bytes) -> tuple[str, server.Server]:
+async def naming(name: bytes, address: str = LOOPBACK) -> tuple[str, server.Server]:
     """The address of a server whose method answers with its name, and the server."""
 
     async def answer(_: bytes, __: object) -> bytes:
         return name
 
-    config = CoordinatorConfig(address="127.0.0.1:0", grace_s=0.0)
+    config = CoordinatorConfig(address=address, grace_s=0.0)
     made = server.Server(config, [], serves_clients=True)
     method = grpc.unary_unary_rpc_method_handler(answer, lambda data: data, lambda data: data)
     handler = grpc.method_handlers_generic_handler("specwire.Test", {"Name": method})

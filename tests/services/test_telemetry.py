@@ -37,31 +37,20 @@ TIMEOUT_S = 60.0
 """Far over what anything here takes: only a hang comes near."""
 
 
-def generate(num_requests: int) -> list[tuple[int, ...]]:
-    """The tokens of some seeded requests, on a stack of its own."""
-    with local_stack("emulated:step_ms=0.2", "emulated:step_ms=0.1,alpha=0.7") as stack:
-        params = [SamplingParams(max_tokens=16, seed=seed, rule=Rule.GUMBEL) for seed in range(num_requests)]
-        return [stack.client.generate(params=each, prompt_token_ids=PROMPT).token_ids for each in params]
-
-
-@contextlib.contextmanager
-def noted_tracers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tracing.Tracing]]:
-    """Those that the services of this process set up meanwhile."""
-    tracers: list[tracing.Tracing] = []
-    configure = tracing.configure
+def test_what_a_collector_takes_is_counted_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracers, configure = list[tracing.Tracing](), tracing.configure
 
     def noted(service_name: str) -> tracing.Tracing:
         tracers.append(configure(service_name))
         return tracers[-1]
 
     monkeypatch.setattr(tracing, "configure", noted)
-    yield tracers
-
-
-def test_what_a_collector_takes_is_counted_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    with OtlpReceiver() as receiver, noted_tracers(monkeypatch) as tracers:
+    with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        generate(3)
+        with local_stack("emulated:step_ms=0.2", "emulated:step_ms=0.1,alpha=0.7") as stack:
+            for seed in range(3):
+                params = SamplingParams(max_tokens=16, seed=seed, rule=Rule.GUMBEL)
+                stack.client.generate(params=params, prompt_token_ids=PROMPT)
         num_exported = sum(tracer.counts.num_exported for tracer in tracers)
         assert len(receiver.spans) == num_exported > 3 * 8
         for tracer in tracers:

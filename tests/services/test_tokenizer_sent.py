@@ -43,19 +43,22 @@ def verify(thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield address
 
 
+def coordinating(thread: LoopThread, verify: str, **options: Any) -> Any:
+    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, grace_s=0.0, **options)
+    return thread.entered(lambda: coordinator.service.serving(config))
+
+
 @pytest.fixture(scope="module")
 def address(thread: LoopThread, verify: str) -> Iterator[str]:
-    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, grace_s=0.0)
-    with thread.entered(lambda: coordinator.service.serving(config)) as found:
+    with coordinating(thread, verify) as found:
         yield found
 
 
 def test_texts_and_conversations_are_those_of_local_files(
     thread: LoopThread, verify: str, address: str
 ) -> None:
-    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, tokenizer="embedded", grace_s=0.0)
     with (
-        thread.entered(lambda: coordinator.service.serving(config)) as local,
+        coordinating(thread, verify, tokenizer="embedded") as local,
         Client(address) as ours,
         Client(local) as theirs,
     ):
@@ -105,27 +108,12 @@ def test_a_front_that_cannot_have_it_says_why(
             )
 
 
-def test_replicas_have_the_same_tokenizer(thread: LoopThread, verify: str, tmp_path: Path) -> None:
-    """With the same weights and tokens, and another chat template."""
-    shutil.copytree(embedded.TARGET_DIR, tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}")
-    config = VerifyConfig(address=LOOPBACK, model=str(tmp_path / "model"), num_threads=1, grace_s=0.0)
-    with thread.entered(lambda: verify_service.service.serving(config)) as other:
-        both = CoordinatorConfig(address=LOOPBACK, verify_address=f"{verify},{other}", grace_s=0.0)
-        with thread.entered(lambda: coordinator.service.serving(both)) as found, Client(found) as client:
-            [left_out] = [
-                each.unavailable for each in client.get_status().verify_replicas if each.unavailable
-            ]
-            assert "tokenizer_hash=" in left_out
-
-
 def test_a_tokenizer_that_cannot_be_sent_is_named(
     thread: LoopThread, verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specwire.rpc.wire.tokenizer_files.MAX_BYTES", 1_000)
-    config = CoordinatorConfig(address=LOOPBACK, verify_address=verify, grace_s=0.0)
     with (
         pytest.raises(HandshakeError, match=r"the tokenizer of model has files of 0\.\d MiB.*--tokenizer"),
-        thread.entered(lambda: coordinator.service.serving(config)),
+        coordinating(thread, verify),
     ):
         pass

@@ -36,10 +36,11 @@ with t.span("generate", attributes={"a": 1, "b": None, "c": ["x"]}) as span:
 """
 
 
-def run(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *args: str, to: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, whose spans go to this endpoint."""
     return subprocess.run(
         [sys.executable, "-c", code, *args],
-        env={**os.environ, **variables},
+        env={**os.environ, **({"OTEL_EXPORTER_OTLP_ENDPOINT": to} if to else {}), **variables},
         capture_output=True,
         text=True,
         check=True,
@@ -47,30 +48,27 @@ def run(code: str, *args: str, **variables: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_a_process_exports_its_spans_at_exit() -> None:
+def test_a_process_exports_its_spans_at_exit_and_says_which_process_it_is() -> None:
+    """Its name and its resource are as the environment says."""
     with OtlpReceiver() as receiver:
+        to, attributes = receiver.endpoint, "zone=b,k8s.pod.name=b,host.name=c"
         before = time.time_ns()
-        done = run(ONE_SPAN, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint)
-        [span] = receiver.wait_for(bool)
-    assert (span.name, span.service_name, span.parent_id) == ("generate", "specwire-test", "")
+        done = run(ONE_SPAN, to=to, OTEL_RESOURCE_ATTRIBUTES="zone=a,service.name=from-resource")
+        run(ONE_SPAN, to=to, OTEL_RESOURCE_ATTRIBUTES=attributes, OTEL_SERVICE_NAME="from-name")
+        span, other = receiver.wait_for(lambda spans: len(spans) == 2)
+    assert (span.name, span.parent_id) == ("generate", "")
     assert span.attributes == {"a": 1, "c": ["x"], "d": 0.5, "e": True}
     traceparent, enabled = done.stdout.split()
     assert re.fullmatch(f"00-{span.trace_id}-{span.span_id}-0[13]", traceparent)  # 2: the id is random
     assert enabled == "True"
     assert before < span.start_ns <= span.end_ns < time.time_ns()
     assert done.stderr == ""
-
-
-def test_names_and_resource_from_the_environment() -> None:
-    with OtlpReceiver() as receiver:
-        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
-        run(ONE_SPAN, **endpoint, OTEL_RESOURCE_ATTRIBUTES="zone=a,service.name=from-resource")
-        run(ONE_SPAN, **endpoint, OTEL_RESOURCE_ATTRIBUTES="zone=b", OTEL_SERVICE_NAME="from-name")
-        spans = receiver.wait_for(lambda spans: len(spans) == 2)
-    assert [(s.service_name, s.resource["zone"]) for s in spans] == [
-        ("from-resource", "a"),
-        ("from-name", "b"),
-    ]
+    assert (span.service_name, other.service_name) == ("from-resource", "from-name")
+    named = [[each.resource.get(name) for name in ("zone", "host.name")] for each in (span, other)]
+    assert named == [["a", socket.gethostname()], ["b", "c"]]
+    assert other.resource["k8s.pod.name"] == "b"
+    assert span.resource["service.version"] == specwire.__version__
+    assert span.resource["service.instance.id"] != other.resource["service.instance.id"]
 
 
 def test_sampling_holds_for_a_whole_trace() -> None:
@@ -84,12 +82,7 @@ with t.span("root") as root:
 t.span("sampled elsewhere", start_ns=1, parent=sys.argv[1]).end(2)
 """
     with OtlpReceiver() as receiver:
-        done = run(
-            code,
-            PARENT,
-            OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint,
-            OTEL_TRACES_SAMPLER="parentbased_always_off",
-        )
+        done = run(code, PARENT, to=receiver.endpoint, OTEL_TRACES_SAMPLER="parentbased_always_off")
         spans = receiver.wait_for(bool)
     assert int(done.stdout, 16) & 1 == 0
     assert [span.name for span in spans] == ["sampled elsewhere"]
@@ -188,11 +181,7 @@ finished = time.monotonic()
 print(longest)
 """
     with collector() as port:
-        done = run(
-            code,
-            OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}",
-            OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
-        )
+        done = run(code, to=f"http://127.0.0.1:{port}", OTEL_EXPORTER_OTLP_PROTOCOL=protocol)
     longest_s, exit_s = map(float, done.stdout.split())
     assert longest_s < 1
     assert exit_s < 1.5
@@ -214,7 +203,7 @@ print(t.counts.num_exported)
 def exported_early(**variables: str) -> tuple[int, list[RecordedSpan]]:
     """Of 40 spans, those exported after 0.5 s; and those that a receiver has in the end."""
     with OtlpReceiver() as receiver:
-        done = run(MANY_SPANS, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, **variables)
+        done = run(MANY_SPANS, to=receiver.endpoint, **variables)
         return int(done.stdout), receiver.spans
 
 
@@ -242,29 +231,12 @@ print(time.monotonic() - began)
     with silent() as port:
         done = run(
             code,
-            OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}",
+            to=f"http://127.0.0.1:{port}",
             OTEL_EXPORTER_OTLP_TIMEOUT="600",
             OTEL_BSP_EXPORT_TIMEOUT="100",
             OTEL_BSP_SCHEDULE_DELAY="10",
         )
     assert float(done.stdout) < 20
-
-
-def test_the_resource_says_which_process_it_is() -> None:
-    with OtlpReceiver() as receiver:
-        run(ONE_SPAN, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint)
-        run(
-            ONE_SPAN,
-            OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint,
-            OTEL_RESOURCE_ATTRIBUTES="k8s.pod.name=a,host.name=b",
-        )
-        first, second = receiver.wait_for(lambda spans: len(spans) == 2)
-    assert (first.resource["service.version"], first.resource["host.name"]) == (
-        specwire.__version__,
-        socket.gethostname(),
-    )
-    assert (second.resource["k8s.pod.name"], second.resource["host.name"]) == ("a", "b")
-    assert first.resource["service.instance.id"] != second.resource["service.instance.id"]
 
 
 @pytest.mark.parametrize(
@@ -324,11 +296,8 @@ def test_the_payload_is_what_jaeger_reads(
     """Jaeger shows `span.kind`, a reference for parent and links, `error` and `otel.status_description` for a
     status, logs for events, process tags for the resource, and `otel.scope.*` for the scope."""
     with receive() as receiver:
-        variables = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
-        }
-        assert run(JAEGER_CASE, PARENT, **variables).stderr == ""
+        done = run(JAEGER_CASE, PARENT, to=receiver.endpoint, OTEL_EXPORTER_OTLP_PROTOCOL=protocol)
+        assert done.stderr == ""
         receiver.wait_for(lambda spans: len(spans) == 5)
     [group] = [group for request in receiver.requests for group in request.resource_spans]
     [scope] = group.scope_spans

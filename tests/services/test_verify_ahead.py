@@ -32,9 +32,9 @@ from specwire.rpc.wire import model as model_wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2_grpc
 from tests.support.fixtures import entered
-from tests.support.harness import LocalStack, local_stack, started_services
+from tests.support.harness import LocalStack, local_stack, started_coordinators, started_services
 from tests.support.integrity import check_integrity
-from tests.support.model_streams import SequenceFailedError, raw_stream, verify
+from tests.support.model_streams import error_of, raw_stream, verify
 from tests.support.paused import most_ahead, opening
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
 from verify_service.own import Drafting
@@ -90,20 +90,17 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(*, verify_ahead: bool = True, **options: Any) -> Iterator[Watched]:
-    servicers: list[GenerationServicer] = []
     streams: list[VerifyStream] = []
+    init = VerifyStream.__init__
 
-    def noted(init: Any, found: list[Any]) -> Any:
-        def noting(self: Any, *args: Any, **named: Any) -> None:
-            init(self, *args, **named)
-            found.append(self)
-
-        return noting
+    def noted(self: VerifyStream, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        streams.append(self)
 
     coordinator = {"num_outcomes": "8", "verify_ahead": verify_ahead}
     with (
-        mock.patch.object(GenerationServicer, "__init__", noted(GenerationServicer.__init__, servicers)),
-        mock.patch.object(VerifyStream, "__init__", noted(VerifyStream.__init__, streams)),
+        mock.patch.object(VerifyStream, "__init__", noted),
+        started_coordinators() as servicers,
         started_services() as services,
         local_stack(TARGET, DRAFT, coordinator_options=coordinator, **options) as stack,
     ):
@@ -140,8 +137,9 @@ def test_the_text_is_the_same_with_and_without(on: Watched, off: Watched, params
     assert (off.num_begun, on.num_disagreements) == (0, 0)
 
 
-@BOTH
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+@pytest.mark.parametrize(
+    ("params", "rule"), [(GUMBEL, Rule.REJECTION), (GUMBEL, Rule.BLOCK), (PLAIN, Rule.REJECTION)]
+)
 def test_both_come_to_the_same_where_probabilities_decide(
     on: Watched, params: SamplingParams, rule: Rule
 ) -> None:
@@ -191,8 +189,19 @@ def test_a_plain_round_is_begun_before_it_is_asked_for(on: Watched) -> None:
 class TestAnotherOutcome:
     """A verify service that does not apply the rule: the coordinator notices, and keeps its own outcome."""
 
-    @pytest.fixture
-    def sabotaged(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @staticmethod
+    def assert_noticed(on: Watched, caplog: pytest.LogCaptureFixture) -> None:
+        assert on.num_disagreements == 1, "of a sequence, none is believed after the first"
+        assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
+        on.servicer.verify.num_disagreements = 0
+
+    def test_it_is_counted_and_changes_nothing(
+        self,
+        on: Watched,
+        expected: Completion,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
         after = Ahead.after
 
         def wrong(self: Ahead, proposal: Proposal, verdict: Verdict) -> Next | None:
@@ -205,16 +214,6 @@ class TestAnotherOutcome:
             return Next(continuation._replace(outcome=outcome), [*token_ids[:-1], other], judged)
 
         monkeypatch.setattr(Ahead, "after", wrong)
-
-    @staticmethod
-    def assert_noticed(on: Watched, caplog: pytest.LogCaptureFixture) -> None:
-        assert on.num_disagreements == 1, "of a sequence, none is believed after the first"
-        assert sum("verify came to" in record.getMessage() for record in caplog.records) == 1
-        on.servicer.verify.num_disagreements = 0
-
-    def test_it_is_counted_and_changes_nothing(
-        self, on: Watched, expected: Completion, sabotaged: None, caplog: pytest.LogCaptureFixture
-    ) -> None:
         num_before = on.num_begun
         with caplog.at_level(logging.ERROR):
             assert on.generate(GUMBEL).token_ids == expected.token_ids
@@ -371,27 +370,13 @@ def opened(prompt_len: int, *, may_go_on: bool = True, **fields: Any) -> common_
 
 
 class TestRefusals:
-    """By name, and one sequence at a time."""
+    """By name, and one sequence at a time; of values out of range: `test_wire_limits`."""
 
-    @pytest.mark.parametrize(
-        ("order", "may_go_on", "problem"),
-        [
-            (AheadOrder(1, 1, [], Proposal(3, [4])), False, "without may_go_on"),
-            (AheadOrder(1, 0, [], Proposal(3, [4])), True, "ahead_ids=0: must be over 0"),
-            (AheadOrder(1, 1, [], Proposal(-1, [4])), True, "base_lens=-1"),
-            (AheadOrder(1, 1, [], Proposal(3, [4] * 65)), True, "num_tokens=65"),
-            (
-                VerifyOrder(1, 1, 3, (), ahead_id=5),
-                True,
-                "ahead_ids=5: is not what the sequence goes on with",
-            ),
-        ],
-    )
-    def test_of_what_cannot_be_begun(
-        self, on: Watched, order: AheadOrder | VerifyOrder, may_go_on: bool, problem: str
-    ) -> None:
-        with raw_stream(on.stack, "verify") as stream, pytest.raises(SequenceFailedError, match=problem):
-            stream.ask(verify(order, opened=[opened(3, may_go_on=may_go_on)]))
+    def test_of_a_sequence_that_may_not_go_on(self, on: Watched) -> None:
+        order = AheadOrder(1, 1, [], Proposal(3, [4]))
+        with raw_stream(on.stack, "verify") as stream:
+            error = error_of(stream, verify(order, opened=[opened(3, may_go_on=False)]))
+        assert "without may_go_on" in str(error)
 
     @pytest.mark.parametrize(
         ("change", "problem"),

@@ -32,7 +32,6 @@ from specwire.rpc.wire.client import MAX_MESSAGES
 from specwire.rpc.wire.columns import MAX_TRACEPARENT_LEN
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rpc.wire.verify import MAX_AHEAD_OF_MESSAGE, AheadOrder, VerifyOrder
-from specwire.support import Support
 from specwire.text.grammar import MAX_CHOICES, MAX_SOURCE_LEN
 from specwire.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, verify_pb2
 from tests.support.harness import LocalStack, local_stack
@@ -60,12 +59,8 @@ def stopped(**conditions: Any) -> generation_pb2.GenerateRequest:
     return generation(stop_conditions=conditions)
 
 
-def text(prompt: str) -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(text=prompt)
-
-
-def conversation(*messages: dict[str, str]) -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(messages={"messages": list(messages)})
+def conversation(*messages: dict[str, str], **fields: str) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(messages={"messages": list(messages), **fields})
 
 
 VALID = opening()
@@ -105,45 +100,29 @@ def with_columns(request: Any, **columns: Any) -> Any:
     return request
 
 
-TWICE = Proposal(1, [0], [Support(np.zeros(1_000, np.int64), np.full(1_000, 1e-3, np.float32))])
-
 _PROPOSALS = common_pb2.Proposals.DESCRIPTOR.fields_by_name
 
-#: Of each field that holds more than a number: a request that is over its limit, and the name in the refusal.
-LIMITS: dict[str, tuple[Any, str]] = {
-    "GenerateRequest.text": (text("x" * (MAX_PROMPT_BYTES + 1)), "text"),
-    "GenerateRequest.context_digest": (generation(context_digest="0" * 20_000), "context_digest"),
+#: Of each field: a request where it is over its limit or out of its range; and the name in the refusal, where
+#: that is another one.
+LIMITS: dict[str, Any] = {
+    "GenerateRequest.text": generation_pb2.GenerateRequest(text="x" * (MAX_PROMPT_BYTES + 1)),
+    "GenerateRequest.context_digest": generation(context_digest="0" * 20_000),
     "TokenIds.ids": (generation(token_ids={"ids": [1] * MANY}), "max_tokens"),
-    "Messages.messages": (conversation(*[{"role": "user"}] * (MAX_MESSAGES + 1)), "messages"),
+    "Messages.messages": conversation(*[{"role": "user"}] * (MAX_MESSAGES + 1)),
     "Message.role": (conversation({"role": "r" * MAX_PROMPT_BYTES}), "messages"),
     "Message.content": (conversation({"role": "user", "content": "x" * MAX_PROMPT_BYTES}), "messages"),
     "Message.other_fields": (conversation({"other_fields": "x" * MAX_PROMPT_BYTES}), "messages"),
-    "Messages.tools": (
-        generation_pb2.GenerateRequest(messages={"tools": "x" * MAX_PROMPT_BYTES}),
-        "messages",
-    ),
-    "Messages.template_kwargs": (
-        generation_pb2.GenerateRequest(messages={"template_kwargs": "x" * MAX_PROMPT_BYTES}),
-        "messages",
-    ),
-    "StopConditions.stop": (stopped(stop=["x"] * (MAX_STOP_STRINGS + 1)), "stop"),
-    "StopConditions.stop (each)": (stopped(stop=["x" * (MAX_STOP_LEN + 1)]), "stop"),
-    "StopConditions.stop_token_ids": (
-        stopped(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
-        "stop_token_ids",
-    ),
-    "OpenSequence.cache_salt": (
-        verifying(opening(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1))),
-        "cache_salt",
-    ),
+    "Messages.tools": (conversation(tools="x" * MAX_PROMPT_BYTES), "messages"),
+    "Messages.template_kwargs": (conversation(template_kwargs="x" * MAX_PROMPT_BYTES), "messages"),
+    "StopConditions.stop": stopped(stop=["x"] * (MAX_STOP_STRINGS + 1)),
+    "StopConditions.stop (each)": stopped(stop=["x" * (MAX_STOP_LEN + 1)]),
+    "StopConditions.stop_token_ids": stopped(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
+    "OpenSequence.cache_salt": verifying(opening(cache_salt="s" * (MAX_CACHE_SALT_LEN + 1))),
     "SamplingParams.end_token_ids": (
         verifying(opening(sampling=sampling(min_tokens=1, end_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)))),
         "stop_token_ids",
     ),
-    "SamplingParams.logit_bias": (
-        sampled(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),
-        "logit_bias",
-    ),
+    "SamplingParams.logit_bias": sampled(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),
     "Grammar.json_schema": (
         sampled(grammar={"json_schema": f'{{"title": "{"a" * MAX_SOURCE_LEN}"}}'}),
         "grammar",
@@ -152,88 +131,70 @@ LIMITS: dict[str, tuple[Any, str]] = {
     "Grammar.ebnf": (sampled(grammar={"ebnf": "a" * (MAX_SOURCE_LEN + 1)}), "grammar.ebnf"),
     "Choice.texts": (sampled(grammar={"choice": {"texts": ["a"] * (MAX_CHOICES + 1)}}), "grammar.choice"),
     "Choice.texts (each)": (sampled(grammar={"choice": {"texts": ["a" * MANY]}}), "grammar.choice"),
-    "DraftRequest.token_ids": (drafting(token_ids=[1] * MANY), "token_ids"),
+    "DraftRequest.token_ids": drafting(token_ids=[1] * MANY),
     "DraftRequest.traceparents": (drafting(traceparent="0" * (MAX_TRACEPARENT_LEN + 1)), "traceparent"),
-    "VerifyRequest.token_ids": (verifying(token_ids=[1] * MANY), "token_ids"),
-    "Proposals.num_tokens (verify)": (verifying(proposal=Proposal(1, [1] * 65)), "num_tokens"),
-    "AheadProposals.sequence_ids": (
-        verify_pb2.VerifyRequest(ahead={"sequence_ids": [1] * (MAX_AHEAD_OF_MESSAGE + 1)}),
-        "sequence_ids",
+    "VerifyRequest.token_ids": verifying(token_ids=[1] * MANY),
+    "Proposals.num_tokens (verify)": verifying(proposal=Proposal(1, [1] * 65)),
+    "AheadProposals.sequence_ids": verify_pb2.VerifyRequest(
+        ahead={"sequence_ids": [1] * (MAX_AHEAD_OF_MESSAGE + 1)}
     ),
-    "AheadProposals.ahead_ids (each)": (ahead(num=2), "ahead_ids"),
-    "AheadProposals.path_lens": (ahead(path=[5] * (MAX_PATH_LEN + 1)), "path_lens"),
-    "AheadProposals.path_token_ids": (ahead_with(path_token_ids=bytes(MANY)), "path_token_ids"),
-    "AheadProposals.path_token_ids (each)": (ahead(path=[MANY]), "path_token_ids"),
-    "Proposals.num_tokens": (ahead(token_ids=[4] * 65), "num_tokens"),
-    "Proposals.token_ids": (ahead_with(token_ids=bytes(MANY)), "token_ids"),
-    "Proposals.token_ids (each)": (ahead(token_ids=[MANY]), "token_ids"),
-    "Proposals.parent_indices": (ahead_with(parent_indices=bytes(MANY)), "parent_indices"),
-    "Proposals.support_lens": (ahead_with(support_lens=bytes(MANY)), "support_lens"),
-    "Proposals.support_token_ids": (ahead_with(support_token_ids=bytes(MANY)), "support_token_ids"),
-    "Proposals.support_token_ids (each)": (verifying(proposal=TWICE), "support_token_ids"),
-    "Proposals.support_probs": (ahead_with(support_probs=bytes(MANY)), "support_probs"),
+    "AheadProposals.ahead_ids (each)": ahead(num=2),
+    "AheadProposals.path_lens": ahead(path=[5] * (MAX_PATH_LEN + 1)),
+    "AheadProposals.path_token_ids": ahead_with(path_token_ids=bytes(MANY)),
+    "AheadProposals.path_token_ids (each)": ahead(path=[MANY]),
+    "Proposals.num_tokens": ahead(token_ids=[4] * 65),
+    "Proposals.token_ids": ahead_with(token_ids=bytes(MANY)),
+    "Proposals.token_ids (each)": ahead(token_ids=[MANY]),
+    "Proposals.parent_indices": ahead_with(parent_indices=bytes(MANY)),
+    "Proposals.support_lens": ahead_with(support_lens=bytes(MANY)),
+    "Proposals.support_token_ids": ahead_with(support_token_ids=bytes(MANY)),
+    "Proposals.support_probs": ahead_with(support_probs=bytes(MANY)),
     "VerifyRequest.traceparents": (verifying(traceparent="0" * (MAX_TRACEPARENT_LEN + 1)), "traceparent"),
-}
-
-#: Of each number: a request that is out of its range, and the name in the refusal.
-RANGES: dict[str, tuple[Any, str]] = {
-    "GenerateRequest.prompt (unset)": (generation_pb2.GenerateRequest(), "prompt"),
-    "GenerateRequest.credit_tokens": (generation(credit_tokens=2**30), "credit_tokens"),
+    "GenerateRequest.prompt (unset)": generation_pb2.GenerateRequest(),
+    "GenerateRequest.credit_tokens": generation(credit_tokens=2**30),
     "TokenIds.ids (empty)": (generation(token_ids={}), "prompt"),
     "TokenIds.ids (negative)": (generation(token_ids={"ids": [-5]}), "prompt_token_ids[0]"),
-    "Messages.messages (empty)": (conversation(), "messages"),
-    "StopConditions.max_tokens": (stopped(max_tokens=2**31 - 1), "max_tokens"),
+    "Messages.messages (empty)": conversation(),
+    "StopConditions.max_tokens": stopped(max_tokens=2**31 - 1),
     "GenerateRequest.prompt_only": (generation(prompt_only=True), "max_tokens"),
     "Grammar.json_object": (sampled(grammar={"json_object": False}), "grammar"),
-    "OpenSequence.sequence_id": (drafting(opening(0)), "sequence_id"),
-    "OpenSequence.prompt_len": (verifying(opening(prompt_len=2**31 - 1)), "prompt_len"),
-    "OpenSequence.vocab_limit": (drafting(opening(vocab_limit=-1)), "vocab_limit"),
-    "BeamSearch.early_stopping": (
-        generation(beam_search={"num_beams": 2, "early_stopping": 9}),
-        "early_stopping",
-    ),
-    "DraftRequest.sequence_ids": (drafting(sequence_id=2), "sequence_ids"),
+    "OpenSequence.sequence_id": drafting(opening(0)),
+    "OpenSequence.prompt_len": verifying(opening(prompt_len=2**31 - 1)),
+    "OpenSequence.vocab_limit": drafting(opening(vocab_limit=-1)),
+    "BeamSearch.early_stopping": generation(beam_search={"num_beams": 2, "early_stopping": 9}),
+    "DraftRequest.sequence_ids": drafting(sequence_id=2),
     "DraftRequest.base_lens": (drafting(base_len=-1), "base_len"),
-    "DraftRequest.num_tokens": (with_columns(drafting(), num_tokens=[-1]), "num_tokens"),
-    "DraftRequest.num_draft_tokens": (drafting(num_draft_tokens=65), "num_draft_tokens"),
-    "DraftRequest.num_draft_tokens (negative)": (drafting(num_draft_tokens=-1), "num_draft_tokens"),
-    "DraftRequest.num_arrived_bytes": (with_columns(drafting(), num_arrived_bytes=1), "num_arrived_bytes"),
+    "DraftRequest.num_tokens": with_columns(drafting(), num_tokens=[-1]),
+    "DraftRequest.num_draft_tokens": drafting(num_draft_tokens=65),
+    "DraftRequest.num_draft_tokens (negative)": drafting(num_draft_tokens=-1),
+    "DraftRequest.num_arrived_bytes": with_columns(drafting(), num_arrived_bytes=1),
     "DraftRequest.max_depths": (drafting(max_depth=65), "max_depth"),
-    "DraftRequest.num_chains": (drafting(num_draft_tokens=4, num_chains=17), "num_chains"),
+    "DraftRequest.num_chains": drafting(num_draft_tokens=4, num_chains=17),
     "Preparations.num_outcomes": (drafting(prepare=Preparation(65, 1)), "prepare.num_outcomes"),
     "Preparations.num_outcomes (none)": (drafting(prepare=Preparation(0, 1)), "prepare.num_outcomes"),
     "Preparations.num_draft_tokens": (drafting(prepare=Preparation(1, 65)), "prepare.num_draft_tokens"),
-    "Preparations.num_draft_tokens (none)": (
-        drafting(prepare=Preparation(1, 0)),
-        "prepare.num_draft_tokens",
-    ),
+    "Preparations.num_draft_tokens (none)": (drafting(prepare=Preparation(1, 0)), "prepare.num_draft_tokens"),
     "Preparations.max_depths": (drafting(prepare=Preparation(1, 1, 65)), "prepare.max_depth"),
-    "VerifyRequest.sequence_ids": (verifying(sequence_id=2**40), "sequence_ids"),
+    "VerifyRequest.sequence_ids": verifying(sequence_id=2**40),
     "VerifyRequest.base_lens": (verifying(base_len=-1), "base_len"),
     "VerifyRequest.num_tokens": (with_columns(verifying(), num_tokens=[2**31 - 1]), "token_ids"),
-    "VerifyRequest.ahead_ids": (verifying(ahead_id=1), "ahead_ids"),
-    "AheadProposals.sequence_ids (each)": (ahead(sequence_id=2), "sequence_ids"),
-    "AheadProposals.ahead_ids": (ahead(ahead_id=0), "ahead_ids"),
-    "AheadProposals.base_lens": (ahead(proposal=Proposal(-1, [4])), "base_lens"),
-    "AheadProposals.base_lens (each)": (ahead(proposal=Proposal(2**30, [4])), "base_lens"),
-    "AheadProposals.path_lens (each)": (ahead_with(path_lens=[-1]), "path_lens"),
-    "Proposals.num_tokens (each)": (ahead(token_ids=[]), "num_tokens"),
-    "Proposals.num_tokens (negative)": (ahead_with(num_tokens=[-1]), "num_tokens"),
+    "VerifyRequest.ahead_ids": verifying(ahead_id=1),
+    "AheadProposals.sequence_ids (each)": ahead(sequence_id=2),
+    "AheadProposals.ahead_ids": ahead(ahead_id=0),
+    "AheadProposals.base_lens": ahead(proposal=Proposal(-1, [4])),
+    "AheadProposals.base_lens (each)": ahead(proposal=Proposal(2**30, [4])),
+    "AheadProposals.path_lens (each)": ahead_with(path_lens=[-1]),
+    "Proposals.num_tokens (each)": ahead(token_ids=[]),
+    "Proposals.num_tokens (negative)": ahead_with(num_tokens=[-1]),
     "Proposals.support_lens (each)": (
         ahead_with(support_lens=np.array([2**32 - 1], "<u4").tobytes()),
         "support_token_ids",
     ),
-    "Proposals.num_chains": (ahead_with(num_chains=[2]), "num_chains"),
-    "VerifyRequest.num_next_draft_tokens": (
-        with_columns(verifying(), num_next_draft_tokens=[65]),
-        "num_next_draft_tokens",
-    ),
-    "VerifyRequest.next_max_depths": (
-        with_columns(verifying(), next_max_depths=[-1]),
-        "next_max_depths",
-    ),
-    "VerifyRequest.num_plain_ahead": (with_columns(verifying(), num_plain_ahead=[65]), "num_plain_ahead"),
-    "OpenSequence.end_len": (verifying(opening(end_len=2**30)), "end_len"),
+    "Proposals.num_chains": ahead_with(num_chains=[2]),
+    "VerifyRequest.num_next_draft_tokens": with_columns(verifying(), num_next_draft_tokens=[65]),
+    "VerifyRequest.next_max_depths": with_columns(verifying(), next_max_depths=[-1]),
+    "VerifyRequest.num_plain_ahead": with_columns(verifying(), num_plain_ahead=[65]),
+    "OpenSequence.end_len": verifying(opening(end_len=2**30)),
 }
 
 
@@ -245,8 +206,8 @@ def _with_parameter(kind: Any, name: str, value: Any) -> generation_pb2.Generate
     return making.get(kind, generation)(**{name: value})
 
 
-RANGES |= {
-    f"{kind.DESCRIPTOR.name}.{name} (parameter)": (_with_parameter(kind, name, INVALID[name][0]), name)
+LIMITS |= {
+    f"{kind.DESCRIPTOR.name}.{name} (parameter)": _with_parameter(kind, name, INVALID[name][0])
     for kind in (
         *(common_pb2.SamplingParams, generation_pb2.StopConditions, generation_pb2.GenerateRequest),
         generation_pb2.BeamSearch,
@@ -315,9 +276,10 @@ def _ask(stack: LocalStack, request: Any, metadata: Any) -> None:
             raise failed.error from None
 
 
-@pytest.mark.parametrize("name", [*LIMITS, *RANGES])
+@pytest.mark.parametrize("name", LIMITS)
 def test_over_the_limit(stack: LocalStack, name: str) -> None:
-    request, field = (LIMITS | RANGES)[name]
+    given = LIMITS[name]
+    request, field = given if isinstance(given, tuple) else (given, re.split("[. ]", name)[1])
     error = error_of(stack, request)
     assert isinstance(error, InvalidRequestError), error
     assert error.field.startswith(field)
@@ -337,7 +299,7 @@ def fields_of(message: Descriptor) -> Iterator[str]:
 
 def test_no_field_is_forgotten() -> None:
     names = {name for request in REQUESTS for name in fields_of(request.DESCRIPTOR)}
-    assert names - FREE == {name.partition(" (")[0] for name in (*LIMITS, *RANGES)} - {PROMPT_FIELD}
+    assert names - FREE == {name.partition(" (")[0] for name in LIMITS} - {PROMPT_FIELD}
 
 
 def test_metadata_is_limited(stack: LocalStack) -> None:

@@ -54,16 +54,14 @@ DRAFTED = (*range(1, VOCAB_SIZE, 2),)
 """Tokens that `save_published` drafts in speculators' layout."""
 
 
-def published_tensors(
-    num_layers: int = 2, num_read: int = 2, target_ids: Sequence[int] = ()
-) -> dict[str, Tensor]:
+def published_tensors(target_ids: Sequence[int] = ()) -> dict[str, Tensor]:
     """Random ones for `save_target`, by published names.
 
     Args:
         target_ids: those that an output layer of its own has logits of, as in speculators' files.
     """
     size, width, shapes = 32, NUM_HEADS * HEAD_DIM, dict[str, tuple[int, ...]]()
-    for layer in (f"layers.{n}" for n in range(num_layers)):
+    for layer in ("layers.0", "layers.1"):
         shapes |= {f"{layer}.self_attn.{name}_proj.weight": (width // 2, size) for name in "kv"}
         shapes |= {
             f"{layer}.self_attn.q_proj.weight": (width, size),
@@ -73,7 +71,7 @@ def published_tensors(
         shapes |= {f"{layer}.mlp.{name}_proj.weight": (48, size) for name in ("gate", "up")}
         shapes |= {f"{layer}.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
         shapes |= {f"{layer}.{name}_layernorm.weight": (size,) for name in ("input", "post_attention")}
-    shapes |= {"fc.weight": (size, num_read * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
+    shapes |= {"fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
     if target_ids:
         shapes |= {"lm_head.weight": (len(target_ids), size), "embed_tokens.weight": (VOCAB_SIZE, size)}
     generator = torch.Generator().manual_seed(4)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.manifests import K8S, kubectl
+from tests.support.manifests import compose, kubectl
 
 NAMESPACE = "specwire"
 CLIENTS = "specwire-test"
@@ -61,14 +60,9 @@ class Cluster:
 
     def render(self, directory: Path, overlay: str, components: Sequence[str] = ()) -> str:
         """The manifests of an overlay with further components, and with this cluster's image."""
-        resource, *others = (
-            os.path.relpath(K8S / path, directory)
-            for path in (f"overlays/{overlay}", *(f"components/{name}" for name in components))
-        )
         name, _, tag = self.image.rpartition(":")
         images = [{"name": "specwire", "newName": name, "newTag": tag}]
-        kustomization = {"resources": [resource], "components": others, "images": images}
-        (directory / "kustomization.yaml").write_text(json.dumps(kustomization))
+        compose(directory, overlay, components, images=images)
         return self.kubectl("kustomize", str(directory))
 
     def apply(self, manifests: str, *options: str) -> None:

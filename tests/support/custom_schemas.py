@@ -10,153 +10,121 @@ from __future__ import annotations
 
 from typing import Any
 
-_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
-_COUNT = {"type": "integer", "minimum": 0}
+_TYPES: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "texts": {"type": "object", "additionalProperties": {"type": "string"}},
+    "bool": {"type": "boolean"},
+    "count": {"type": "integer", "minimum": 0},
+    "size": {"type": "integer", "minimum": 1},
+    "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "duration": {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"},
+    "template": {"type": "object"},
+}
 
 
-def _closed(required: list[str], **properties: Any) -> dict[str, Any]:
+def _schema(shape: Any) -> dict[str, Any]:
+    """Of a type by name; a tuple, of which one is said; a list of an entry, and how many there may be; or an
+    object, whose names with an exclamation mark are required."""
+    match shape:
+        case str():
+            return _TYPES[shape]
+        case tuple():
+            return {"enum": [*shape]}
+        case [entry, least, most]:
+            return {"type": "array", "items": _schema(entry), "minItems": least, "maxItems": most}
     return {
         "type": "object",
-        "properties": properties,
-        "required": required,
+        "properties": {name.rstrip("!"): _schema(inner) for name, inner in shape.items()},
+        "required": [name.rstrip("!") for name in shape if name.endswith("!")],
         "additionalProperties": False,
     }
 
 
-def _object(version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return _closed(
-        ["apiVersion", "kind", "metadata", "spec"],
-        apiVersion={"const": version},
-        kind={"const": kind},
-        metadata=_closed(["name"], name={"type": "string"}, namespace={"type": "string"}, labels=_TEXTS),
-        spec=spec,
-    )
+_RAY_GROUP = {"rayStartParams": "texts", "template!": "template"}
+_RAY_WORKERS = {"groupName!": "text", "replicas": "count", "minReplicas!": "count", "maxReplicas!": "count"}
+_TRIGGER = {
+    "type!": ("prometheus",),
+    "metricType": ("AverageValue", "Value"),
+    "metadata!": {"serverAddress!": "text", "query!": "text", "threshold!": "text"},
+}
+_METHOD = {"type": ("Exact", "RegularExpression"), "service": "text", "method": "text"}
 
 
-_HEAD = _closed(
-    ["template"],
-    serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-    rayStartParams=_TEXTS,
-    template={"type": "object"},
-)
-_WORKERS = _closed(
-    ["groupName", "minReplicas", "maxReplicas", "template"],
-    groupName={"type": "string"},
-    replicas=_COUNT,
-    minReplicas=_COUNT,
-    maxReplicas=_COUNT,
-    rayStartParams=_TEXTS,
-    template={"type": "object"},
-)
-_RAY_CLUSTER = _object(
-    "ray.io/v1",
-    "RayCluster",
-    spec=_closed(
-        ["headGroupSpec", "workerGroupSpecs"],
-        rayVersion={"type": "string"},
-        enableInTreeAutoscaling={"type": "boolean"},
-        headGroupSpec=_HEAD,
-        workerGroupSpecs={"type": "array", "items": _WORKERS, "minItems": 1},
-    ),
-)
-_LEADER_WORKER_SET = _object(
-    "leaderworkerset.x-k8s.io/v1",
-    "LeaderWorkerSet",
-    spec=_closed(
-        ["leaderWorkerTemplate"],
-        replicas=_COUNT,
-        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
-        rolloutStrategy=_closed(
-            ["type"],
-            type={"const": "RollingUpdate"},
-            rollingUpdateConfiguration=_closed([], maxUnavailable=_COUNT, maxSurge=_COUNT),
-        ),
-        leaderWorkerTemplate=_closed(
-            ["workerTemplate"],
-            size={"type": "integer", "minimum": 1},
-            restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
-            leaderTemplate={"type": "object"},
-            workerTemplate={"type": "object"},
-        ),
-    ),
-)
-_TRIGGER = _closed(
-    ["type", "metadata"],
-    type={"const": "prometheus"},
-    metricType={"enum": ["AverageValue", "Value"]},
-    metadata=_closed(
-        ["serverAddress", "query", "threshold"],
-        serverAddress={"type": "string"},
-        query={"type": "string"},
-        threshold={"type": "string"},
-    ),
-)
-_BEHAVIOR = _closed([], scaleDown=_closed([], stabilizationWindowSeconds=_COUNT))
-_SCALED_OBJECT = _object(
-    "keda.sh/v1alpha1",
-    "ScaledObject",
-    spec=_closed(
-        ["scaleTargetRef", "triggers"],
-        scaleTargetRef=_closed(["name"], name={"type": "string"}),
-        pollingInterval=_COUNT,
-        minReplicaCount=_COUNT,
-        maxReplicaCount=_COUNT,
-        fallback=_closed(
-            ["failureThreshold", "replicas"],
-            failureThreshold=_COUNT,
-            replicas=_COUNT,
-            behavior={"const": "currentReplicas"},
-        ),
-        advanced=_closed([], horizontalPodAutoscalerConfig=_closed([], behavior=_BEHAVIOR)),
-        triggers={"type": "array", "items": _TRIGGER, "minItems": 1},
-    ),
-)
-_PORT = _closed(["number"], number={"type": "integer", "minimum": 1, "maximum": 65535})
-_INFERENCE_POOL = _object(
-    "inference.networking.k8s.io/v1",
-    "InferencePool",
-    spec=_closed(
-        ["selector", "targetPorts", "endpointPickerRef"],
-        selector=_closed(["matchLabels"], matchLabels=_TEXTS),
-        targetPorts={"type": "array", "items": _PORT, "minItems": 1, "maxItems": 8},
-        endpointPickerRef=_closed(
-            ["name"], name={"type": "string"}, port=_PORT, failureMode={"enum": ["FailOpen", "FailClose"]}
-        ),
-    ),
-)
-
-
-def _route(kind: str, **rule: Any) -> dict[str, Any]:
+def _route(**rule: Any) -> tuple[str, dict[str, Any]]:
     """With the fields of a rule that only this kind has."""
-    name = {"name": {"type": "string"}}
-    backend = _closed(
-        ["name", "port"],
-        **name,
-        namespace={"type": "string"},
-        weight=_COUNT,
-        port=_PORT["properties"]["number"],
-    )
-    backends = {"type": "array", "items": backend, "maxItems": 16}
-    parents = _closed(["name"], **name, namespace={"type": "string"}, sectionName={"type": "string"})
-    rules = {"type": "array", "items": _closed([], backendRefs=backends, **rule), "maxItems": 16}
-    hosts = {"type": "array", "items": {"type": "string"}, "maxItems": 16}
-    parents = {"type": "array", "items": parents, "maxItems": 32}
-    spec = _closed([], parentRefs=parents, hostnames=hosts, rules=rules)
-    return _object("gateway.networking.k8s.io/v1", kind, spec=spec)
+    backend = {"name!": "text", "namespace": "text", "weight": "count", "port!": "port"}
+    parent = {"name!": "text", "namespace": "text", "sectionName": "text"}
+    rules = {"backendRefs": [backend, 0, 16], **rule}
+    spec = {"parentRefs": [parent, 0, 32], "hostnames": ["text", 0, 16], "rules": [rules, 0, 16]}
+    return "gateway.networking.k8s.io/v1", spec
 
 
-_METHOD = _closed(
-    [], type={"enum": ["Exact", "RegularExpression"]}, service={"type": "string"}, method={"type": "string"}
-)
-_MATCHES = {"type": "array", "items": _closed([], method=_METHOD), "maxItems": 64}
-_DURATION = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
-_TIMEOUTS = _closed([], request=_DURATION, backendRequest=_DURATION)
+#: Kind → version of its API, and `spec`.
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPCRoute": _route(matches=[{"method": _METHOD}, 0, 64]),
+    "HTTPRoute": _route(timeouts={"request": "duration", "backendRequest": "duration"}),
+    "RayCluster": (
+        "ray.io/v1",
+        {
+            "rayVersion": "text",
+            "enableInTreeAutoscaling": "bool",
+            "headGroupSpec!": _RAY_GROUP | {"serviceType": ("ClusterIP", "NodePort", "LoadBalancer")},
+            "workerGroupSpecs!": [_RAY_GROUP | _RAY_WORKERS, 1, 64],
+        },
+    ),
+    "LeaderWorkerSet": (
+        "leaderworkerset.x-k8s.io/v1",
+        {
+            "replicas": "count",
+            "startupPolicy": ("LeaderCreated", "LeaderReady"),
+            "rolloutStrategy": {
+                "type!": ("RollingUpdate",),
+                "rollingUpdateConfiguration": {"maxUnavailable": "count", "maxSurge": "count"},
+            },
+            "leaderWorkerTemplate!": {
+                "size": "size",
+                "restartPolicy": ("RecreateGroupOnPodRestart", "None"),
+                "leaderTemplate": "template",
+                "workerTemplate!": "template",
+            },
+        },
+    ),
+    "ScaledObject": (
+        "keda.sh/v1alpha1",
+        {
+            "scaleTargetRef!": {"name!": "text"},
+            "pollingInterval": "count",
+            "minReplicaCount": "count",
+            "maxReplicaCount": "count",
+            "fallback": {
+                "failureThreshold!": "count",
+                "replicas!": "count",
+                "behavior": ("currentReplicas",),
+            },
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {
+                    "behavior": {"scaleDown": {"stabilizationWindowSeconds": "count"}}
+                }
+            },
+            "triggers!": [_TRIGGER, 1, 64],
+        },
+    ),
+    "InferencePool": (
+        "inference.networking.k8s.io/v1",
+        {
+            "selector!": {"matchLabels!": "texts"},
+            "targetPorts!": [{"number!": "port"}, 1, 8],
+            "endpointPickerRef!": {
+                "name!": "text",
+                "port": {"number!": "port"},
+                "failureMode": ("FailOpen", "FailClose"),
+            },
+        },
+    ),
+}
+_METADATA = {"name!": "text", "namespace": "text", "labels": "texts"}
 CUSTOM = {
-    "GRPCRoute": _route("GRPCRoute", matches=_MATCHES),
-    "HTTPRoute": _route("HTTPRoute", timeouts=_TIMEOUTS),
-    "RayCluster": _RAY_CLUSTER,
-    "LeaderWorkerSet": _LEADER_WORKER_SET,
-    "ScaledObject": _SCALED_OBJECT,
-    "InferencePool": _INFERENCE_POOL,
+    kind: _schema({"apiVersion!": (version,), "kind!": (kind,), "metadata!": _METADATA, "spec!": spec})
+    for kind, (version, spec) in _SHAPES.items()
 }
 """Schemas by kind."""

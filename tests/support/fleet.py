@@ -26,16 +26,18 @@ _MODELS = {"verify": "emulated:step_ms=10", "draft": "emulated:step_ms=1,alpha=0
 
 
 class Fleet:
-    """Two verify and two draft services, coordinators before them, and HTTP fronts before those.
+    """Verify and draft services, coordinators before them, and HTTP fronts before those.
 
     Attributes:
         address: of all coordinators, as a client takes them.
     """
 
-    def __init__(self, num_coordinators: int = 1, num_fronts: int = 0, **coordinator_flags: object) -> None:
-        """All of them serve."""
-        self.verifies = [self._service("verify") for _ in range(2)]
-        self.drafts = [self._service("draft") for _ in range(2)]
+    def __init__(
+        self, num_coordinators: int = 1, num_fronts: int = 0, num_models: int = 2, **coordinator_flags: object
+    ) -> None:
+        """All of them serve; `num_models` of verify, and of draft."""
+        self.verifies = [self._service("verify") for _ in range(num_models)]
+        self.drafts = [self._service("draft") for _ in range(num_models)]
         wait_ready([*self.verifies, *self.drafts], START_S)
         self.coordinator_flags = {
             "verify_address": ",".join(one.address for one in self.verifies),
@@ -97,6 +99,12 @@ class Fleet:
         """Wait for those that were started again."""
         starting = [one for one in self.services if not one.address]
         await asyncio.to_thread(wait_ready, starting, START_S)
+
+    def start_coordinator(self, address: str = "127.0.0.1:0") -> Service:
+        """Another one, which serves; it is not in `address`."""
+        self.coordinators.append(self._service("coordinator", address))
+        wait_ready(self.coordinators[-1:], START_S)
+        return self.coordinators[-1]
 
     def num_held(self) -> int:
         """Sequences and pages of all model services."""

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import coordinator.service
 import draft_service.service
@@ -75,8 +76,19 @@ class LoopThread:
         self.loop.close()
 
 
+@contextlib.contextmanager
+def on_own_loop(make: Callable[[], Any]) -> Iterator[Any]:
+    """What an async context manager yields that runs on an event loop of its own."""
+    thread = LoopThread()
+    try:
+        with thread.entered(make) as value:
+            yield value
+    finally:
+        thread.close()
+
+
 class StackProxy:
-    """A delay proxy on the services' loop, for the test's thread; each call is done when it returns."""
+    """A delay proxy on another loop, for the test's thread; each call is done when it returns."""
 
     def __init__(self, proxy: FaultyProxy, thread: LoopThread, address: str) -> None:
         self._proxy = proxy
@@ -105,14 +117,22 @@ class StackProxy:
         self._thread.call(method, self._proxy, *args)
 
 
-def handshake(role: str, address: str) -> Any:
+def handshake(role: str, address: str, metadata: Any = ()) -> Any:
     """What the "draft" or "verify" service there says of its model and of its engine."""
     with grpc.insecure_channel(address) as channel:
-        if role == "draft":
-            draft = draft_pb2_grpc.DraftServiceStub(channel)
-            return draft.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=10)
-        verify = verify_pb2_grpc.VerifyServiceStub(channel)
-        return verify.GetModelInfo(verify_pb2.VerifyServiceGetModelInfoRequest(), timeout=10)
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        request: Any = draft_pb2.DraftServiceGetModelInfoRequest()
+        if role == "verify":
+            stub = verify_pb2_grpc.VerifyServiceStub(channel)
+            request = verify_pb2.VerifyServiceGetModelInfoRequest()
+        return stub.GetModelInfo(request, timeout=10, metadata=metadata)
+
+
+def is_serving(address: str) -> bool:
+    """What the service there says of its health."""
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class LocalStack:
@@ -175,11 +195,11 @@ def local_stack(
             )
         verify_proxy = _proxy(stack, thread, verify, verify_link)
         draft_proxy = _proxy(stack, thread, draft_address, draft_link)
-        config = CoordinatorConfig(
-            verify_address=verify_proxy.address if verify_proxy else verify,
-            draft_address=draft_proxy.address if draft_proxy else draft_address,
-            **_COORDINATOR_OPTIONS | (coordinator_options or {}),
-        )
+        addresses = {
+            "verify_address": verify_proxy.address if verify_proxy else verify,
+            "draft_address": draft_proxy.address if draft_proxy else draft_address,
+        }
+        config = CoordinatorConfig(**_COORDINATOR_OPTIONS | addresses | (coordinator_options or {}))
         address = stack.enter_context(thread.entered(lambda: coordinator.service.serving(config)))
         client = stack.enter_context(Client(address))
         running = LocalStack(client, verify, draft_address, address)
@@ -192,6 +212,14 @@ def _proxy(stack: contextlib.ExitStack, thread: LoopThread, to: str, link: Link 
         return None
     proxy = FaultyProxy(to, link)
     return StackProxy(proxy, thread, stack.enter_context(thread.entered(lambda: proxy)))
+
+
+@contextlib.contextmanager
+def proxied(address: str) -> Iterator[StackProxy]:
+    """A delay proxy before an address, which adds nothing as yet, on a loop of its own."""
+    proxy = FaultyProxy(address, Link())
+    with contextlib.closing(LoopThread()) as thread, thread.entered(lambda: proxy) as own:
+        yield StackProxy(proxy, thread, own)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.support.pairs import MARKOV_VOCAB_SIZE
+from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 from tests.support.tiny_models import save
 
 END_ID = 0
@@ -42,3 +42,9 @@ def save_speaker(model: PreTrainedModel, directory: Path, texts: Sequence[str] =
     backend.add_special_tokens([AddedToken("<end>", special=True)])
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(directory)
     return save(model, directory)
+
+
+def save_speakers(directory: Path, scale: float, shift: int = 0) -> tuple[Path, Path]:
+    """As `pairs.save_markov_pair`, with these tokens."""
+    target = save_speaker(markov_model(), directory / "target")
+    return target, save_speaker(markov_model(scale, shift), directory / "draft")

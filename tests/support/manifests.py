@@ -42,14 +42,19 @@ def render(directory: Path) -> list[Object]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-def composed(directory: Path, overlay: str, components: Sequence[str]) -> list[Object]:
-    """What an overlay with further components comes to, written to a directory."""
+def compose(directory: Path, overlay: str, components: Sequence[str], **further: Any) -> None:
+    """Write a kustomization of an overlay with further components, and with what else it says."""
     resource, *others = (
         os.path.relpath(K8S / path, directory)
         for path in (f"overlays/{overlay}", *(f"components/{name}" for name in components))
     )
-    kustomization = {"resources": [resource], "components": others}
+    kustomization = {"resources": [resource], "components": others, **further}
     (directory / "kustomization.yaml").write_text(json.dumps(kustomization))
+
+
+def composed(directory: Path, overlay: str, components: Sequence[str]) -> list[Object]:
+    """What an overlay with further components comes to."""
+    compose(directory, overlay, components)
     return render(directory)
 
 

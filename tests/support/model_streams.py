@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
+import pytest
 
 from specwire.errors import SpecwireError
 from specwire.rpc.statuses import from_rpc_error
@@ -110,6 +111,13 @@ class RawStream:
     def cancel(self) -> None:
         self._call.cancel()
         self.end_requests()
+
+
+def error_of(stream: RawStream, message: Any) -> SpecwireError:
+    """What a message ends its sequence with."""
+    with pytest.raises(SequenceFailedError) as failed:
+        stream.ask(message)
+    return failed.value.error
 
 
 @contextlib.contextmanager

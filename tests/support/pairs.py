@@ -30,14 +30,10 @@ def save_good_draft(
 def save_hostile_draft(directory: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """The target with its logits negated: likes best what the target likes least."""
     model = tiny_models.build(family, seed, **overrides)
-    return tiny_models.save(_negate(model), directory)
-
-
-def _negate(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for weight in model.get_output_embeddings().parameters():
             weight.neg_()
-    return model
+    return tiny_models.save(model, directory)
 
 
 def markov_model(scale: float = 1.0, shift: int = 0, num_layers: int = 1) -> PreTrainedModel:
@@ -62,6 +58,12 @@ def markov_model(scale: float = 1.0, shift: int = 0, num_layers: int = 1) -> Pre
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     return model
+
+
+def save_markov_pair(directory: Path, scale: float, shift: int = 0) -> tuple[Path, Path]:
+    """A `markov_model`, and as its draft one with this scale and shift."""
+    target = tiny_models.save(markov_model(), directory / "target")
+    return target, tiny_models.save(markov_model(scale, shift), directory / "draft")
 
 
 def markov_logits(model: PreTrainedModel) -> torch.Tensor:

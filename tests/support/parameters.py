@@ -64,7 +64,7 @@ INVALID: dict[str, tuple[Any, ...]] = {
     "max_depth": (65,),
     "draft": ("d" * 257, "", 3),
     "logprobs": (21,),
-    "prompt_logprobs": (21,),
+    "prompt_logprobs": (21, -1),
     "num_beams": (17, 0),
     "length_penalty": (float("nan"), 2.0),
     "early_stopping": ("always", True),

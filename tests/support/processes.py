@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,13 +23,17 @@ END_S = 120.0
 
 
 class Command:
-    """A `specwire` command, and every process that it started."""
+    """A `specwire` command, and every process that it started.
 
-    def __init__(self, *argv: str, stdout: int = subprocess.PIPE) -> None:
+    Args:
+        prefix: what starts it; it must become the command itself.
+    """
+
+    def __init__(self, *argv: str, stdout: int = subprocess.PIPE, prefix: Sequence[str] = ()) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SPECWIRE_")}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "specwire.cli", *argv],
+            [*prefix, sys.executable, "-m", "specwire.cli", *argv],
             cwd=ROOT,
             env=environ | {"SPECWIRE_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -56,10 +61,15 @@ class Command:
         """The first line on standard output."""
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], START_S)[0], "not ready in time"
-        line: bytes = self.process.stdout.readline()
+        line = self.line()
         assert line, self.errors()
         _ = self.services
-        return line.decode()
+        return line
+
+    def line(self) -> str:
+        """The next line on standard output; empty at its end."""
+        assert self.process.stdout is not None
+        return str(self.process.stdout.readline(), "utf-8")
 
     def errors(self) -> str:
         """Standard error so far; read without a seek, since the processes write at the position."""
@@ -105,8 +115,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def running(*argv: str) -> Iterator[Command]:
-    command = Command(*argv)
+def running(*argv: str, **options: Any) -> Iterator[Command]:
+    """The options are those of `Command`."""
+    command = Command(*argv, **options)
     try:
         yield command
     finally:

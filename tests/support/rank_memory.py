@@ -1,4 +1,4 @@
-"""How much memory a rank takes while it loads its shard, and, as a control, the whole model.
+"""What ranks compute, and how much memory one takes while it loads its shard, or, as a control, the model.
 
 A thread of each rank reads once a millisecond how much memory its process has of its own, and how much
 together with the pages of files that it has mapped.
@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from specwire.engine.batch import Feed
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.model import loading
+from specwire.engine.model.runner import ModelRunner
 
 BUFFER_BYTES = 16 << 20
 """What a rank may take beside its shard, whatever the size of the model: buffers, and what the pass takes
@@ -102,18 +105,32 @@ def memory() -> tuple[int, int]:
     return own, own + mapped
 
 
-def loaded_on_ranks(num_ranks: int, source: str, tiny: str = "") -> list[tuple[Taken, Taken]]:
-    """Runs on each rank; what the shard took and what the whole model takes, for all ranks.
-
-    Args:
-        tiny: loaded before, so that what is imported meanwhile does not count.
-    """
-    if tiny:
-        load_shard(tiny, dtype="float32", num_ranks=num_ranks)
+def loaded_on_ranks(num_ranks: int, source: str) -> list[tuple[Taken, Taken]]:
+    """Runs on each rank; what the shard took and what the whole model takes, for all ranks."""
     shard = _taken(lambda: load_shard(source, dtype="float32", num_ranks=num_ranks)[0])
     whole = _taken(lambda: loading.load_model(source, dtype="float32"))
     found: list[Any] = [None] * num_ranks
     dist.all_gather_object(found, (shard, whole))
+    return found
+
+
+def logits_of(model: Any, prompt: list[int]) -> np.ndarray:
+    """[num_tokens, vocab_size], as a runner computes them."""
+    runner = ModelRunner(model, num_pages=8)
+    with runner.new_sequence() as cache:
+        return runner.forward([Feed(cache, prompt, len(prompt))]).numpy()
+
+
+def logits_on_ranks(
+    num_ranks: int, sources: list[str], prompt: list[int]
+) -> list[tuple[np.ndarray, dict[str, Any], int]]:
+    """Runs on each rank; of each model its logits, its description, and how many numbers this rank holds."""
+    found = []
+    for source in sources:
+        model, description = load_shard(source, dtype="auto", num_ranks=num_ranks)
+        assert not [name for name, weight in model.named_parameters() if hasattr(weight, "placements")]
+        num_own = sum(weight.numel() for weight in model.parameters())
+        found.append((logits_of(model, prompt), description, num_own))
     return found
 
 

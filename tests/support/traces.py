@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from specwire.completion import Stage
 from specwire.telemetry import semantics as names
@@ -150,16 +154,22 @@ def saved(path: Path, spans: Iterable[RecordedSpan]) -> Path:
     return path
 
 
-def _request(span: RecordedSpan) -> dict[str, Any]:
+def exported(span: RecordedSpan) -> ExportTraceServiceRequest:
+    """As it is sent over gRPC: ids are bytes, which protobuf's own JSON has in base 64."""
+    found = _request(span, lambda name: base64.b64encode(bytes.fromhex(name)).decode())
+    return json_format.ParseDict(found, ExportTraceServiceRequest())
+
+
+def _request(span: RecordedSpan, spelt: Callable[[str], str] = str) -> dict[str, Any]:
     found = {
-        "traceId": span.trace_id,
-        "spanId": span.span_id,
-        "parentSpanId": span.parent_id,
+        "traceId": spelt(span.trace_id),
+        "spanId": spelt(span.span_id),
+        "parentSpanId": spelt(span.parent_id),
         "name": span.name,
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _pairs(span.attributes),
-        "links": [{"traceId": link.trace_id, "spanId": link.span_id} for link in span.links],
+        "links": [{"traceId": spelt(link.trace_id), "spanId": spelt(link.span_id)} for link in span.links],
     }
     return {
         "resourceSpans": [
