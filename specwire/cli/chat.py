@@ -35,11 +35,8 @@ class Chat:
         self._messages = list(self._opening)
 
     def answer(self, text: str) -> None:
-        """Write the answer to a message; what is written of it before Ctrl-C belongs to the conversation.
-
-        Raises:
-            SpecwireError: it failed; the message is forgotten.
-        """
+        """Write the answer to a message; what is written of it before Ctrl-C belongs to the conversation. A
+        message that fails with a SpecwireError is forgotten."""
         asked = [*self._messages, {"role": "user", "content": text}]
         said: list[str] = []
         figures = _Figures()
@@ -123,11 +120,8 @@ class _Figures:
 
 
 def run(settings: Any, args: argparse.Namespace, params: SamplingParams) -> int:
-    """Read messages from standard input, one a line, until it ends.
-
-    Raises:
-        SpecwireError: the server or the model cannot answer at all, or, without a terminal, not this message.
-    """
+    """Read messages from standard input, one a line, until it ends. Raises SpecwireError if the server or the
+    model cannot answer at all or, without a terminal, not this message."""
     is_terminal = sys.stdin.isatty()
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if is_terminal:

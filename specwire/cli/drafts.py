@@ -35,11 +35,7 @@ _WAY_HEAD = ("tokens/s of a stream", "chosen", "expected", "last measured")
 
 
 def show(settings: ClientConfig, *, colour: bool) -> str:
-    """The table.
-
-    Raises:
-        SpecwireError: the server does not answer.
-    """
+    """The table; raises SpecwireError if the server does not answer."""
     with Client(settings.server, timeout_s=settings.timeout_s, **settings.credentials) as client:
         target, draft = client.get_model_info()
         status = client.get_status()
@@ -78,12 +74,7 @@ def _ways(status: generation_pb2.GetStatusResponse) -> list[tuple[str, ...]]:
 def _lines(
     target: ModelInfo, draft: ModelInfo | None, totals: Mapping[str, generation_pb2.SourceTotals]
 ) -> list[tuple[str, ...]]:
-    """Rows of each kind, and of draft models that were there before.
-
-    Args:
-        draft: the model behind the draft service; None without one.
-        totals: by source, of those that have proposed.
-    """
+    """Rows of each kind, and of draft models that were there before; totals are by source."""
     own_tokens = draft is not None and not draft.target_tokenizer_fingerprint
     has_chains = draft is not None and draft.trees and own_tokens and target.trees
     inner = draft.inner if draft else ""

@@ -29,11 +29,7 @@ def add(commands: Any) -> None:
 
 
 def run(settings: ClientConfig, args: argparse.Namespace) -> int:
-    """Print the text as it comes, or the completion as JSON.
-
-    Raises:
-        SpecwireError: a flag cannot be used, or the generation failed.
-    """
+    """Print the text as it comes, or the completion as JSON; raises SpecwireError."""
     from specwire.cli.terminal import printable, say_why_plain
     from specwire.client.client import Client
 
@@ -58,11 +54,7 @@ def run(settings: ClientConfig, args: argparse.Namespace) -> int:
 
 
 def _prompt(given: str | None) -> str | None:
-    """The text to continue; None where it is given as token ids.
-
-    Raises:
-        ConfigError: it is empty, or standard input is no text.
-    """
+    """The text to continue; None where it is given as token ids. ConfigError if it is empty or no text."""
     try:
         text = sys.stdin.buffer.read().decode() if given == _STDIN else given
     except UnicodeDecodeError as error:

@@ -43,11 +43,8 @@ _UNNAMED_FILE = re.compile("/dev/fd/([0-9]+)")
 
 
 class KeptService:
-    """A service process, and those that replace it at the same address.
-
-    Attributes:
-        service: the process at present, or the last one, until the next one starts.
-    """
+    """A service process, and those that replace it at the same address; `service` is the present or last
+    one."""
 
     def __init__(
         self,
@@ -89,11 +86,8 @@ class KeptService:
         return Service(module, [*words, *there], self._environ, pass_fds=pass_fds)
 
     def restart_if_due(self, now_s: float) -> None:
-        """See what became of it, and start it again after its pause; never blocks. It has served once.
-
-        Raises:
-            ServiceUnavailableError: it failed too often in a row; with the reason of the last time.
-        """
+        """See what became of it, and start it again after its pause; never blocks. It has served once. If it
+        failed too often in a row, ServiceUnavailableError has the reason of the last time."""
         if now_s >= self._due_s:
             self._due_s = math.inf
             self.service = self._start()
@@ -161,11 +155,7 @@ async def keeping(
 ) -> AsyncIterator[None]:
     """Keep replicas serving while the body runs, which begins when all serve; then shut them down gracefully.
 
-    Args:
-        others: run meanwhile; what one of them raises ends everything.
-
-    Raises:
-        ConfigError: one of them cannot start, with its own reason.
+    One that cannot start raises ConfigError, with its reason. `others` run meanwhile, and end all by theirs.
     """
     try:
         await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
@@ -185,12 +175,7 @@ async def keeping(
 @contextlib.asynccontextmanager
 async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig) -> AsyncIterator[str]:
     """`config.workers` processes at one port; yields its `HOST:PORT`. Metrics are at consecutive ports.
-
-    Args, errors: as of `KeptService` and `keeping`.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    Raises ConfigError if the address cannot be bound, or as `keeping`."""
     from specwire.rpc import listening  # which imports gRPC: `--help` waits for nothing
 
     with listening.reserved(config.address) as address:

@@ -173,11 +173,11 @@ def _run_stack(settings: UpConfig, name: str, about: str = "") -> int:
 
 
 def _health(settings: ClientConfig, args: argparse.Namespace) -> int:
-    from specwire.cli import health
+    from specwire.cli import status
 
-    status = asyncio.run(health.status(settings, args.service))
-    print(status)
-    return 0 if status == health.SERVING else 1
+    found = asyncio.run(status.health(settings, args.service))
+    print(found)
+    return 0 if found == status.SERVING else 1
 
 
 def _chat(settings: ClientConfig, args: argparse.Namespace) -> int:

@@ -70,11 +70,8 @@ class Service:
         return self.address
 
     def read_address(self) -> bool:
-        """Read one line of the process's standard output; True if it is the `ready` line.
-
-        Raises:
-            ConfigError: the process ended.
-        """
+        """Read one line of the process's standard output; True if it is the `ready` line. Raises ConfigError
+        if the process ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
         if not line:
@@ -135,11 +132,8 @@ class Service:
 
 
 def end_on_signals(terminated: int = 128 + signal.SIGTERM) -> None:
-    """Handle SIGINT explicitly too, as shells start background commands with it ignored.
-
-    Args:
-        terminated: the exit status after SIGTERM.
-    """
+    """Handle SIGINT explicitly too, as shells start background commands with it ignored. `terminated` is the
+    exit status after SIGTERM."""
     stacks.show_on_signal()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(terminated))

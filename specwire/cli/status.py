@@ -1,17 +1,42 @@
-"""`specwire status`: what a coordinator serves and does, and whether its texts can be repeated."""
+"""What services say of themselves: `specwire health`, for probes that need TLS, and `specwire status`."""
 
 from __future__ import annotations
 
-from specwire.client.client import Client
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from specwire.config.client import ClientConfig
+from specwire.config.security.tls import Credentials
+from specwire.errors import ServiceUnavailableError
+from specwire.rpc import statuses
+from specwire.rpc.channel import open_channel
+from specwire.rpc.connecting import CLIENT, explain
+
+SERVING = "SERVING"
+
+
+async def health(settings: ClientConfig, service: str) -> str:
+    """Its `grpc.health.v1` status: SERVING, NOT_SERVING or UNKNOWN; raises SpecwireError if there is none.
+
+    Args:
+        service: full name, as in `specwire.v1.DraftService`; empty for all services of the process.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    async with open_channel(settings.server, credentials=Credentials(**settings.credentials)) as channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=settings.timeout_s)
+        except grpc.RpcError as error:
+            ours = statuses.from_rpc_error(error)
+            why = explain(str(ours), settings.server, CLIENT)
+            raise (ServiceUnavailableError(why) if why else ours) from None
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return name
 
 
 def show(settings: ClientConfig) -> str:
-    """One fact a line.
+    """One fact a line; raises SpecwireError if the server does not answer."""
+    from specwire.client.client import Client  # which probes of the health do not wait for
 
-    Raises:
-        SpecwireError: the server does not answer.
-    """
     with Client(settings.server, timeout_s=settings.timeout_s, **settings.credentials) as client:
         target, draft = client.get_model_info()
         status = client.get_status()

@@ -48,11 +48,8 @@ class Stack:
     """Draft, verify and coordinator together; a context manager that leaves no process behind."""
 
     def __init__(self, config: StackConfig, environ: Mapping[str, str] | None = None) -> None:
-        """Start all three and wait until they serve.
-
-        Raises:
-            ConfigError, ServiceUnavailableError: one of them did not start; the others are stopped.
-        """
+        """Start all three and wait until they serve. If one does not (ConfigError, ServiceUnavailableError),
+        the others are stopped."""
         preflight.check(config)
         self._kept: list[KeptService] = []
         self._draft: KeptService | None = None
@@ -151,11 +148,7 @@ class Stack:
         return kept
 
     def keep(self) -> NoReturn:
-        """Restart services that end by themselves.
-
-        Raises:
-            ServiceUnavailableError: one has ended too often in a row; with the reason of the last time.
-        """
+        """Restart services that end by themselves; raises as `KeptService.restart_if_due`."""
         while True:
             with _uninterrupted():
                 for each in self._kept:

@@ -46,17 +46,12 @@ class Endpoint:
         self._channel = self._open_channel(self.address)
         self.stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
-    def leave(self, stub: Any) -> None:
-        """The coordinator that this stub is connected to shuts down: later calls go over another connection,
-        which a balancer leads to one that serves. Calls that run there go on."""
-        if stub is self.stub:
-            self._left.add(self._channel)
-            self._connect()
+    def problem(self, error: grpc.RpcError, stub: Any) -> NotServedError | SpecwireError:
+        """The error of a failed call of this stub, in terms of the caller: which server, which argument.
 
-    def problem(self, error: grpc.RpcError) -> NotServedError | SpecwireError:
-        """The error of a failed call, in terms of the caller: which server, which argument.
-
-        It is a `NotServedError` where another address may serve the call.
+        It is a `NotServedError` where another address may serve the call. Where the coordinator shuts down,
+        later calls go over another connection, which a balancer leads to one that serves; calls that run
+        there go on.
         """
         ours = statuses.from_rpc_error(error)
         text = str(ours)
@@ -71,7 +66,12 @@ class Endpoint:
         is_lost = isinstance(ours, RequestCancelledError | StreamIdleError) or not statuses.was_reported(
             error
         )
-        return NotServedError(ours, may_recover=is_lost and not isinstance(ours, ResourceExhaustedError))
+        may_recover = is_lost and not isinstance(ours, ResourceExhaustedError)
+        refusal = NotServedError(ours, may_recover=may_recover)
+        if refusal.is_draining and stub is self.stub:
+            self._left.add(self._channel)
+            self._connect()
+        return refusal
 
     async def close(self) -> None:
         """Close the channels and cancel their calls."""
@@ -80,11 +80,8 @@ class Endpoint:
 
 
 class Endpoints:
-    """All coordinators, in the order of their addresses.
-
-    Attributes:
-        preferred: index of the one that served last, which is tried first.
-    """
+    """All coordinators, in the order of their addresses; the preferred one served last, and is tried
+    first."""
 
     def __init__(self, endpoints: Sequence[Endpoint], retry: RetryPolicy) -> None:
         self._endpoints = endpoints
@@ -101,11 +98,7 @@ class Endpoints:
         self, method: str, request: Any, timeout_s: float, metadata: Sequence[tuple[str, str]] = ()
     ) -> Any:
         """The response of the first that serves the call, within a timeout for all of them. Where one of them
-        shuts down, another one may take its place: they are asked again, within the patience.
-
-        Raises:
-            SpecwireError: none serves it.
-        """
+        shuts down, another one may take its place: they are asked again, within the patience."""
         now_s = asyncio.get_running_loop().time()
         ends_s, until_s = now_s + timeout_s, now_s + min(timeout_s, self._retry.patience_s)
         while True:
@@ -129,9 +122,7 @@ class Endpoints:
             try:
                 answer = await getattr(stub, method)(request, timeout=left_s, metadata=metadata)
             except grpc.RpcError as error:
-                problem = self[index].problem(error)
-                if isinstance(problem, NotServedError) and problem.is_draining:
-                    self[index].leave(stub)
+                problem = self[index].problem(error, stub)
                 if not isinstance(problem, NotServedError):
                     raise problem from None
                 refusals.append(problem)

@@ -165,12 +165,8 @@ class Search:
 
 
 class ReceivedTokens:
-    """The tokens of a generation so far, and the request that resumes it after them.
-
-    Attributes:
-        tokens: received, in order, with their texts.
-        prompt: those of the prompt, if their log probabilities were requested.
-    """
+    """The tokens of a generation so far, with their texts, and those of the prompt if their log probabilities
+    were requested; and the request that resumes it after them."""
 
     def __init__(self, request: generation_pb2.GenerateRequest) -> None:
         self._request = request
@@ -181,10 +177,7 @@ class ReceivedTokens:
 
     def take(self, response: generation_pb2.GenerateResponse) -> Chunk:
         """The chunk of a response; tokens held back before keep their first fate and log probabilities.
-
-        Raises:
-            InternalError: it does not continue the tokens before.
-        """
+        Raises InternalError if it does not continue the tokens before."""
         if response.HasField("resume_info"):
             self._info = resume_info_from_proto(response.resume_info)
         chunk = chunk_from_proto(response.chunk)

@@ -15,11 +15,7 @@ _METHOD = f"{generation_pb2.DESCRIPTOR.services_by_name['GenerationService'].ful
 
 
 class GenerationSpan:
-    """What a generation's client sees of it.
-
-    Attributes:
-        context: what to send with its calls.
-    """
+    """What a generation's client sees of it; `context` is to be sent with its calls."""
 
     def __init__(
         self,

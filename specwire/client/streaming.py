@@ -90,10 +90,7 @@ class Part:
         try:
             yield
         except grpc.RpcError as error:
-            problem = self._endpoint.problem(error)
-            if isinstance(problem, NotServedError) and problem.is_draining:
-                self._endpoint.leave(self._stub)
-            raise problem from None
+            raise self._endpoint.problem(error, self._stub) from None
         except asyncio.CancelledError:
             # Either the caller's own task is cancelled, or the stream, by `cancel` or `close`.
             task = asyncio.current_task()
@@ -155,11 +152,7 @@ class AsyncStream:
 
     @property
     def completion(self) -> Completion:
-        """The finished generation.
-
-        Raises:
-            SpecwireError: the generation is not complete yet.
-        """
+        """The finished generation; raises SpecwireError while it is not complete."""
         if self._completion is None:
             raise SpecwireError("the generation is not complete; iterate to its end first")
         return self._completion
@@ -208,11 +201,7 @@ class AsyncStream:
         return None
 
     async def _read_elsewhere(self, refusal: NotServedError) -> generation_pb2.GenerateResponse:
-        """The next message, from the coordinator that takes over.
-
-        Raises:
-            SpecwireError: none takes over, or the generation may not be resumed.
-        """
+        """The next message, from the coordinator that takes over; raises SpecwireError if none does."""
         has_run, search = self._start_search(refusal)
         while (turn := search.next(self._now_s)) is not None:
             index, pause_s = turn
@@ -237,33 +226,24 @@ class AsyncStream:
     def _start_search(self, refusal: NotServedError) -> tuple[bool, Search]:
         """Whether the generation has run, and where to look for a coordinator.
 
-        For one that never ran each other address is asked once; one that ran is worth waiting for.
-
-        Raises:
-            GenerationLostError, GenerationIdleError: it ran, and may not be resumed.
+        For one that never ran each other address is asked once; one that ran is worth waiting for, or may not
+        be resumed, which raises GenerationLostError or GenerationIdleError.
         """
         until_s = min(self._now_s + self._retry.patience_s, self._ends_s)
-        if not self._part.has_begun(refusal):
+        if has_run := self._part.has_begun(refusal):
+            was_idle = isinstance(refusal.error, StreamIdleError)
+            if len(self._progress.tokens) > self._num_tokens_before:
+                self._num_futile, self._num_tokens_before = 0, len(self._progress.tokens)
+            may_resume = was_idle or self._num_futile < self._retry.max_resumes
+            if not (self._retry.resume and may_resume):
+                raise self._progress.lost(refusal.error) from None
+            self._num_futile += not was_idle
+        else:
             was_there = refusal.may_recover and self._endpoints[self._index].was_reached
-            may_come = refusal.is_draining or was_there
-            return False, self._search(refusal, until_s if may_come else -math.inf)
-        was_idle = isinstance(refusal.error, StreamIdleError)
-        if len(self._progress.tokens) > self._num_tokens_before:
-            self._num_futile, self._num_tokens_before = 0, len(self._progress.tokens)
-        may_resume = was_idle or self._num_futile < self._retry.max_resumes
-        if not (self._retry.resume and may_resume):
-            raise self._progress.lost(refusal.error) from None
-        self._num_futile += not was_idle
-        return True, self._search(refusal, until_s)
-
-    def _search(self, refusal: NotServedError, until_s: float) -> Search:
-        return Search(
-            self._retry,
-            len(self._endpoints),
-            self._index,
-            refusal,
-            until_s=until_s,
-            full_until_s=self._ends_s if self._retry.wait_when_full else until_s,
+            until_s = until_s if refusal.is_draining or was_there else -math.inf
+        full_s = self._ends_s if self._retry.wait_when_full else until_s
+        return has_run, Search(
+            self._retry, len(self._endpoints), self._index, refusal, until_s=until_s, full_until_s=full_s
         )
 
     def _open(self, index: int) -> None:
@@ -276,11 +256,7 @@ class AsyncStream:
         return asyncio.get_running_loop().time()
 
     async def _pause(self, pause_s: float) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            RequestCancelledError: the generation is cancelled meanwhile.
-        """
+        """Wait before the next attempt; raises RequestCancelledError if the generation is cancelled."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._cancelled.wait()

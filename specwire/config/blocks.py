@@ -14,11 +14,7 @@ _NAME = re.compile(rf"([{ATTENTION}{MLP}])(0|[1-9]\d{{0,3}})")
 
 
 class Block(NamedTuple):
-    """A part of a layer, from 0, that adds to the hidden states.
-
-    Attributes:
-        kind: ATTENTION or MLP.
-    """
+    """A part of a layer, from 0, that adds to the hidden states: its ATTENTION or its MLP."""
 
     layer: int
     kind: str
@@ -28,14 +24,8 @@ class Block(NamedTuple):
 
 
 def parse_skip(name: str, text: str) -> tuple[Block, ...]:
-    """The blocks that a list such as `a3,m3,m4` names, in order.
-
-    Args:
-        name: of the flag.
-
-    Raises:
-        ConfigError: naming what is no block, or is there twice.
-    """
+    """The blocks that a list such as `a3,m3,m4` names, in order. Raises ConfigError, naming the flag and what
+    is no block, or is there twice."""
     blocks = []
     for each in text.split(","):
         found = _NAME.fullmatch(each.strip())
@@ -53,10 +43,7 @@ def skip_text(blocks: Iterable[Block]) -> str:
 
 
 def check_layers(name: str, layers: str) -> None:
-    """`auto`, a file that `specwire search-layers` has written, or a list of blocks.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """`auto`, a file that `specwire search-layers` has written, or a list of blocks; else raises
+    ConfigError."""
     if layers not in ("", AUTO) and not Path(layers).is_file():
         parse_skip(name, layers)

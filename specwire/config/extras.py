@@ -41,14 +41,12 @@ _TO_PLACE = ("accelerate",)
 
 
 def require(what: str, extra: str) -> None:
-    """Refuse what cannot run in this environment, before anything starts.
+    """Refuse what cannot run in this environment, before anything starts: ConfigError names the missing
+    module.
 
     Args:
         what: what the user asked for, as the subject of the message: "specwire up".
         extra: a key of `MODULES`.
-
-    Raises:
-        ConfigError: a module of the extra is not installed.
     """
     for module in MODULES[extra]:
         if not is_installed(module):

@@ -88,11 +88,7 @@ def flag_words(**values: object) -> list[str]:
 
 
 def config_words(config: Any, aliases: Mapping[str, str] | None = None) -> list[str]:
-    """The command line arguments that set all fields of a config.
-
-    Args:
-        aliases: of fields that go by another name there.
-    """
+    """The command line arguments that set all fields of a config, under their aliases there."""
     names = [field.name for field in settings_of(type(config))]
     return flag_words(**{(aliases or {}).get(name, name): getattr(config, name) for name in names})
 
@@ -146,11 +142,8 @@ def metavar_of(field: dataclasses.Field[Any]) -> str:
 
 
 def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """The config from flags, variables, the file of `--config` and defaults, in this order.
-
-    Raises:
-        ConfigError: naming the flag, the variable or the key of the file, and its value.
-    """
+    """The config from flags, variables, the file of `--config` and defaults, in this order. ConfigError names
+    the flag, the variable or the key of the file, and its value."""
     fields = settings_of(config)
     flagged = {field.name: getattr(args, field.name) for field in fields if field.name in args}
     from_environ = {
@@ -178,13 +171,7 @@ def parse_mapping(
     where: str, given: Mapping[Any, Any], fields: Sequence[dataclasses.Field[Any]]
 ) -> tuple[dict[str, Any], dict[str, object]]:
     """Values of fields from a mapping, whose keys are the names of flags, with - or _; and their keys.
-
-    Args:
-        where: before a key, in errors.
-
-    Raises:
-        ConfigError: naming the key that is unknown, given twice or of another type.
-    """
+    ConfigError names, after `where`, the key that is unknown, given twice or of another type."""
     known = {name: field for field in fields for name in names_of(field)}
     values: dict[str, Any] = {}
     keys: dict[str, object] = {}
@@ -200,11 +187,7 @@ def parse_mapping(
 
 
 def _read_yaml(path: str) -> dict[Any, Any]:
-    """The mapping that a YAML file is; empty for an empty file.
-
-    Raises:
-        ConfigError: naming the file, which is missing, not YAML, or no mapping.
-    """
+    """The mapping that a YAML file is; empty for an empty file. ConfigError names the file."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -225,11 +208,8 @@ def _read_yaml(path: str) -> dict[Any, Any]:
 
 
 def _of_type(what: str, kind: type[Any], value: Any) -> Any:
-    """A value of YAML for a field of that type. A number is also a text, and a mapping is one in JSON.
-
-    Raises:
-        ConfigError: it is of another type.
-    """
+    """A value of YAML for a field of that type, or ConfigError. A number is also a text, and a mapping is one
+    in JSON."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value

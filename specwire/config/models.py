@@ -1,4 +1,7 @@
-"""Names of models and drafts: their flags' help, and checks that services and stacks share."""
+"""Names of models and drafts: their flags' help, and checks that services and stacks share.
+
+Every check raises ConfigError, naming the flag and its value.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +65,7 @@ def is_model(draft: str) -> bool:
 
 
 def check_own(name: str, value: object, own: Own, target: str, num_devices: int) -> None:
-    """Refuse a target that cannot draft for itself in this way.
-
-    Args:
-        name, value: of the flag that says so.
-    """
+    """Refuse a target that cannot draft for itself in this way, which the flag of that name says."""
     of_model = own.source == DRAFT_MODEL
     lacks = "device that a draft model could share" if of_model else OWN_METHODS[own.source].lacks
     check(not target.startswith(EMULATED), name, value, f"{target} has no {lacks}")
@@ -81,11 +80,7 @@ def check_own(name: str, value: object, own: Own, target: str, num_devices: int)
 
 
 def adapter_directories(given: str) -> dict[str, Path]:
-    """Directories by the names of adapters, of `NAME=DIR,NAME=DIR` or a JSON object.
-
-    Raises:
-        ConfigError: naming the entry that is neither.
-    """
+    """Directories by the names of adapters, of `NAME=DIR,NAME=DIR` or a JSON object."""
     if given.startswith("{"):  # a mapping of a file of flags
         try:
             pairs = [(str(name), str(path)) for name, path in json.loads(given).items()]
@@ -129,9 +124,6 @@ def check_model(name: str, source: str, others: Iterable[str] = ()) -> None:
 
     Args:
         others: what the flag may name instead; a near miss of these is no hub id.
-
-    Raises:
-        ConfigError: naming the flag and the source.
     """
     if source == EMBEDDED or source.startswith(EMULATED) or (source and Path(source).is_dir()):
         return
@@ -141,5 +133,5 @@ def check_model(name: str, source: str, others: Iterable[str] = ()) -> None:
 
 
 def check_device(name: str, device: str) -> None:
-    """A device by torch's name. Raises ConfigError, naming the flag and the device."""
+    """A device by torch's name."""
     check(_DEVICE.fullmatch(device) is not None, name, device, "is neither cpu nor cuda nor cuda:N")

@@ -10,11 +10,8 @@ _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 def check_free(host: str, port: int) -> None:
-    """Bind it, and close again. Like gRPC, take all IPv4 addresses for `::` where there is no IPv6.
-
-    Raises:
-        OSError: it cannot be bound.
-    """
+    """Bind it, and close again; raises OSError. Like gRPC, take all IPv4 addresses for `::` where there is no
+    IPv6."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

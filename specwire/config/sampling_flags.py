@@ -52,11 +52,7 @@ def _flag(name: str) -> dict[str, Any]:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters that the flags set.
-
-    Raises:
-        InvalidRequestError, ConfigError: naming the parameter and its value.
-    """
+    """The parameters that the flags set; InvalidRequestError or ConfigError names one and its value."""
     values = {name: getattr(args, _dest(name)) for name in PARAMETERS if _dest(name) in args}
     values["logit_bias"] = dict(values.get("logit_bias", ()))
     for name in {"num_draft_tokens", "max_depth"} & values.keys():

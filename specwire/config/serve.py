@@ -41,11 +41,8 @@ def _check_target(name: str, source: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(UpConfig, ApiConfig, EngineConfig):
-    """`specwire serve`: the services and OpenAI's API, with vLLM's names where it has them.
-
-    Attributes:
-        names_draft: whether what drafts was given, and not left to the default.
-    """
+    """`specwire serve`: the services and OpenAI's API, with vLLM's names where it has them. `names_draft`
+    says whether what drafts was given, and not left to the default."""
 
     http_flags: ClassVar = ("host", "port")
     target: str = option(

@@ -161,12 +161,8 @@ _CONFIGS = {DRAFT_MODEL: ModelDraftConfig, **dict.fromkeys(OWN, OwnDraftConfig)}
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig | None:
-    """A JSON object; None for an empty text.
-
-    Raises:
-        ConfigError: no JSON object, an unknown method or value, or a key that the method does not have;
-            naming it.
-    """
+    """A JSON object; None for an empty text. ConfigError names what is unknown: the method, a value, or a key
+    that the method does not have."""
     if not text:
         return None
     try:

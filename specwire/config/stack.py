@@ -54,11 +54,8 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
-    """The three services on this machine.
-
-    Attributes:
-        http_flags: names of those that set `http_address`: one, or that of its host and that of its port.
-    """
+    """The three services on this machine. `http_flags` are those that set `http_address`: one, or host and
+    port."""
 
     http_flags: ClassVar[tuple[str, ...]] = ("http_address",)
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
@@ -195,11 +192,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         return False
 
     def verify(self, index: int = 0, environ: Mapping[str, str] = _NOTHING, **told: Any) -> VerifyConfig:
-        """Of a replica of the verify service.
-
-        Args:
-            environ, told: see `_part`; likewise below.
-        """
+        """Of a replica of the verify service; `environ` and `told` as of `_part`, and so below."""
         source, argument = self.own
         # A second thread made a pass of the embedded target, whose matrices are small, 9 to 17 % slower.
         num_threads = self.num_threads or (1 if self.target == EMBEDDED else 0)

@@ -4,7 +4,7 @@ A process of its own, which uses the coordinator through the public SDK. Needs `
 
     origins.py   checks of Host and Origin, CORS
     bodies/      request bodies                   JSON → nouns
-    headers.py   ids and warnings of all responses
+    access.py    ids, warnings and log of all requests
     entry.py     the caller, the model and the body of a request, within limits; scan.py: of its structure
     metrics.py   of the front, and /metrics
     answers.py   response bodies                  nouns → JSON, in the forms of both APIs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -28,19 +29,17 @@ class Answer(ABC):
     """One response of one API, with its id, and the length of each choice's text so far.
 
     Args:
-        model: its name.
         spell: text of a token; None if the request asks for no log probabilities.
 
     Attributes:
         end: of a stream that ends well.
     """
 
-    def __init__(self, body: Body, model: str, spell: Spell | None) -> None:
+    def __init__(self, body: Body, spell: Spell | None) -> None:
         self._body = body
-        self._model = model
         self._spell = spell
         self._head = {"id": self.id_prefix + secrets.token_hex(12), "created": int(time.time())}
-        self._text_len: dict[int, int] = {}
+        self._text_len = Counter[int]()
 
     id_prefix: str
     object_name: str
@@ -75,7 +74,7 @@ class Answer(ABC):
         return self._piece([]) | self._counts(completions) if self._body.includes_usage else None
 
     def _piece(self, choices: list[Json]) -> Json:
-        piece = self._head | {"object": self.chunk_name, "model": self._model, "choices": choices}
+        piece = self._head | {"object": self.chunk_name, "model": self._body.model, "choices": choices}
         return piece | {"usage": None} if self._body.includes_usage else piece
 
     def error(self, told: Json) -> Json:
@@ -87,7 +86,7 @@ class Answer(ABC):
     def whole(self, completions: Sequence[Completion]) -> Json:
         """The response when all choices are complete."""
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
-        whole = self._head | {"object": self.object_name, "model": self._model, "choices": choices}
+        whole = self._head | {"object": self.object_name, "model": self._body.model, "choices": choices}
         return whole | self._counts(completions)
 
     def _choice(self, index: int, completion: Completion) -> Json:
@@ -108,8 +107,8 @@ class Answer(ABC):
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> Json | None:
         if self._spell is None:
             return None
-        start = self._text_len.get(index, 0)
-        self._text_len[index] = start + sum(len(token.text) for token in tokens)
+        start = self._text_len[index]
+        self._text_len[index] += sum(len(token.text) for token in tokens)
         return self._logprobs_from(start, tokens, self._spell)
 
     # --- by API

@@ -22,7 +22,7 @@ from specwire.config.client import HttpConfig
 from specwire.core import ModelInfo, check_token_ids
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError, UnsupportedError
 from specwire.http import docs, openapi, page
-from specwire.http.access import NO_RESPONSE
+from specwire.http.access import NO_RESPONSE, Labelled
 from specwire.http.answer_cache import AnswerCache
 from specwire.http.answers import CompletionAnswer
 from specwire.http.bodies.calling import Calling
@@ -34,7 +34,6 @@ from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from specwire.http.entry import Entry, Kind, caller_of, check_model
 from specwire.http.errors import ApiError
 from specwire.http.exchange import Answered, Choice, Exchange, refusal, refused
-from specwire.http.headers import Labelled
 from specwire.http.metrics import RequestCounts, passed_on
 from specwire.http.model import Models, ServedModel, Spell
 from specwire.http.openapi import Operation
@@ -51,11 +50,7 @@ Wanted = TypeVar("Wanted", bound=Sampled)
 
 
 class Front:
-    """The handlers of all routes, for one coordinator.
-
-    Attributes:
-        counts: of its requests.
-    """
+    """The handlers of all routes, for one coordinator, and the counts of its requests."""
 
     def __init__(self, client: AsyncClient, config: HttpConfig, tracer: Tracing) -> None:
         self.counts = RequestCounts()
@@ -198,7 +193,7 @@ class Front:
         self,
         request: Request,
         kind: type[Wanted],
-        answer_kind: Callable[[Wanted, str, Spell | None], Answered],
+        answer_kind: Callable[[Wanted, Spell | None], Answered],
     ) -> Response:
         """Checks the token before it reads the body."""
         model = await self._entry.model(request)
@@ -206,7 +201,7 @@ class Front:
         if isinstance(body, Calling):
             body.prepare(model.info.chat_template, self._config.tool_call_parser)
         spell = await self._models.speller(model) if body.num_logprobs is not None else None
-        answer = answer_kind(body, body.model, spell)
+        answer = answer_kind(body, spell)
         adapter = "" if body.model == model.name else body.model
         params = dataclasses.replace(body.params(), adapter=adapter)
         # The choices of each prompt in turn; the seed of choice i is the given one plus i.
@@ -239,9 +234,7 @@ def _detokenized(tokenizer: Tokenizer, body: DetokenizeBody, info: ModelInfo) ->
 
 
 def _model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
-    """Args:
-    name: the model's own, or that of an adapter.
-    """
+    """`name` is the model's own, or that of an adapter."""
     target, draft = model.info, model.draft
     return {
         "id": name,

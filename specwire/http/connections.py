@@ -65,9 +65,7 @@ class Connections:
     """The open connections. Over the limit, those without a request are closed first."""
 
     def __init__(self, idle_timeout_s: float) -> None:
-        """Args:
-        idle_timeout_s: how long a client may read nothing of a response, in seconds.
-        """
+        """`idle_timeout_s` is how long a client may read nothing of a response."""
         self.idle_timeout_s = idle_timeout_s
         self._limit = min(_MAX_CONNECTIONS, descriptors.max_connections() - descriptors.num_open())
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle

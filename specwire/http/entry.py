@@ -35,13 +35,7 @@ Kind = TypeVar("Kind", bound=RequestBody)
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a request.
-
-    Attributes:
-        token: bearer token; empty for none.
-        request_id: of the request, the caller's own or the front's.
-        span: of the request.
-    """
+    """The caller's bearer token, empty for none; and the id and the span of the request."""
 
     token: str
     request_id: str
@@ -127,11 +121,7 @@ class Entry:
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller of a request.
-
-    Raises:
-        ApiError: 401, a token that cannot be valid.
-    """
+    """The caller of a request; ApiError 401 for a token that cannot be valid."""
     token = bearer_token(request.headers.get("authorization", ""))
     if token and not (token.isascii() and token.isprintable() and len(token) <= _MAX_TOKEN_LEN):
         message = f"the bearer token is not ASCII text of at most {_MAX_TOKEN_LEN} characters"
@@ -140,9 +130,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def check_model(name: str, model: ServedModel) -> None:
-    """Raises:
-    ApiError: 404, another model.
-    """
+    """Refuse another model: ApiError 404."""
     if name not in model.names:
         served = ", ".join(map(repr, model.names))
         verb = "is" if len(model.names) == 1 else "are"

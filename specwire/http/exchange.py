@@ -103,11 +103,9 @@ class Exchange(Response):
     async def _running(self) -> AsyncIterator[AsyncIterator[Event]]:
         """Run all choices; leaving the context cancels them on all services.
 
-        Events of different choices are interleaved as they arrive. Each choice holds at most one event that
-        is not consumed; its generation then pauses, by the SDK's credit.
-
-        Raises:
-            SpecwireError: from the iterator: the error of the first that fails.
+        Events of different choices are interleaved as they arrive; the error of the first that fails is
+        raised. Each choice holds at most one event that is not consumed; its generation then pauses, by the
+        SDK's credit.
         """
         events: asyncio.Queue[Event | Exception] = asyncio.Queue(maxsize=1)
 

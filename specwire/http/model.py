@@ -23,11 +23,8 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The target, under the name that clients ask for, and its draft model, if there is one.
-
-    Attributes:
-        token: bearer token of the caller, who may know all of this.
-    """
+    """The target, under the name that clients ask for, and its draft model, if there is one; and the bearer
+    token of the caller, who may know all of this."""
 
     name: str
     info: ModelInfo
@@ -52,15 +49,7 @@ class Models:
         self._tokenizer: Tokenizer | None = None
 
     async def served(self, token: str) -> ServedModel:
-        """The model that is currently served.
-
-        Args:
-            token: bearer token of the caller.
-
-        Raises:
-            UnauthenticatedError: the coordinator does not know the token.
-            SpecwireError: the coordinator does not answer.
-        """
+        """The model that is currently served, for the caller with this token; raises as `Entry.model`."""
         return await self._answers.get(token)
 
     async def _ask(self, token: str) -> ServedModel:

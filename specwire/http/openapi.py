@@ -38,11 +38,7 @@ class Operation(NamedTuple):
 
 
 def described(operations: Sequence[Operation], model: str) -> Json:
-    """The document.
-
-    Args:
-        model: the name of the one that is served.
-    """
+    """The document, with the name of the model that is served."""
     bodies = [operation.body for operation in operations if operation.body is not None]
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
     components = schemas["$defs"]

@@ -20,7 +20,7 @@ class _Message:
         self._text = ""
 
     def begin(self) -> Iterator[Json]:
-        yield _added(self._at, self._json("in_progress", []))
+        yield _item("added", self._at, self._json("in_progress", []))
         yield {"type": "response.content_part.added", **self._at, "content_index": 0, "part": _part("")}
 
     def add(self, text: str) -> Json:
@@ -35,7 +35,7 @@ class _Message:
             {"type": "response.output_text.done", **at, "text": self._text, "logprobs": []},
             {"type": "response.content_part.done", **at, "part": part},
         ]
-        return [*events, _done(self._at, item)], item
+        return [*events, _item("done", self._at, item)], item
 
     def _json(self, status: str, content: list[Json]) -> Json:
         head = {"id": self._at["item_id"], "type": "message", "role": "assistant"}
@@ -52,7 +52,7 @@ class _Call:
         self._arguments = ""
 
     def begin(self) -> Iterator[Json]:
-        yield _added(self._at, self._json("in_progress"))
+        yield _item("added", self._at, self._json("in_progress"))
 
     def add(self, text: str) -> Json:
         self._arguments += text
@@ -63,7 +63,7 @@ class _Call:
         item = self._json("completed" if _is_json(self._arguments) else "incomplete")
         told = {"arguments": self._arguments, "name": self._name}
         done = {"type": "response.function_call_arguments.done", **self._at, **told}
-        return [done, _done(self._at, item)], item
+        return [done, _item("done", self._at, item)], item
 
     def _json(self, status: str) -> Json:
         head = {"id": self._at["item_id"], "type": "function_call", "status": status}
@@ -96,11 +96,8 @@ class Output:
         return [*self._told([Content(text)])] if text else []
 
     def end(self, *, is_cut: bool) -> list[Json]:
-        """The last events; an output without text is one empty message.
-
-        Args:
-            is_cut: whether the text is longer than it may be.
-        """
+        """The last events, of a text that may be cut, as it is too long; one without text is one empty
+        message."""
         events = [*self._told(self._parser.flush() if self._parser else ())]
         if not self.items and self._open is None:
             events += self._next(_Message(0))
@@ -134,12 +131,8 @@ class Output:
         return events
 
 
-def _added(at: Json, item: Json) -> Json:
-    return {"type": "response.output_item.added", "output_index": at["output_index"], "item": item}
-
-
-def _done(at: Json, item: Json) -> Json:
-    return {"type": "response.output_item.done", "output_index": at["output_index"], "item": item}
+def _item(what: str, at: Json, item: Json) -> Json:
+    return {"type": f"response.output_item.{what}", "output_index": at["output_index"], "item": item}
 
 
 def _part(text: str) -> Json:

@@ -32,7 +32,7 @@ class ResponsesAnswer:
 
     end = b""
 
-    def __init__(self, body: ResponsesBody, model: str, _: Spell | None) -> None:
+    def __init__(self, body: ResponsesBody, _: Spell | None) -> None:
         self._body = body
         self._output = Output(parser_of(body) if body.active_functions else None)
         self._num_events = 0
@@ -41,7 +41,7 @@ class ResponsesAnswer:
             "id": "resp_" + secrets.token_hex(16),
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": body.model,
             "error": None,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -42,11 +42,7 @@ class Scan:
         self._escape = b""
 
     def feed(self, data: bytes) -> None:
-        """Count the next bytes; takes a few ms for each MB.
-
-        Raises:
-            ApiError: 413, over a limit.
-        """
+        """Count the next bytes, in a few ms for each MB; ApiError 413 over a limit."""
         outside, longest = self._split(data)
         if longest > self._max_string_bytes:
             raise _too_large(f"a string of over {self._max_string_bytes} bytes")

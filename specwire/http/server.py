@@ -116,11 +116,7 @@ def _settings(config: HttpConfig, front: Front, connections: Connections) -> uvi
 
 
 def _tls(config: HttpConfig) -> ssl.SSLContext:
-    """Serves each new connection with the current files.
-
-    Raises:
-        ConfigError: invalid files.
-    """
+    """Serves each new connection with the current files; raises ConfigError of invalid ones."""
     files = ReloadingFile([config.tls_cert, config.tls_key], lambda: _read_context(config))
 
     def use_current(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
@@ -144,13 +140,10 @@ def _read_context(config: HttpConfig) -> ssl.SSLContext:
 
 
 def _bound(address: str, *, shares_port: bool) -> ListeningSocket:
-    """A socket that listens.
+    """A socket that listens; raises ConfigError if the address is in use, or not of this machine.
 
     Args:
         shares_port: with processes that `listening.reserved` keeps it for.
-
-    Raises:
-        ConfigError: the address is in use, or not of this machine.
     """
     host, port = split_address("address", address)
     host = host.strip("[]")

@@ -56,13 +56,10 @@ _PATTERN = re.compile(r"""\^ (?: [^\\"$^\x00-\x1f] | \[\^ | \\[dDwWS.()\[\]{}*+?
 
 
 def check_schema(name: str, schema: Any) -> Any:
-    """Refuse what an output could not be held to.
+    """The same schema without `oneOf` and `allOf`, where an output can be held to all of it.
 
     Args:
         name: of the field that the schema was given in.
-
-    Returns:
-        The same schema without `oneOf` and `allOf`.
 
     Raises:
         InvalidRequestError: not a schema.

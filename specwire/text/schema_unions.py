@@ -25,26 +25,19 @@ class NotExactError(Exception):
 
 def mapped(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """The same with each schema right in it changed."""
-    return {keyword: _mapped_value(keyword, value, change) for keyword, value in schema.items()}
-
-
-def _mapped_value(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    if keyword in _SCHEMAS:
-        return change(value)
-    if keyword in _LISTS_OF_SCHEMAS:
-        return [change(each) for each in value]
-    if keyword in _MAPS_OF_SCHEMAS:
-        return {name: change(each) for name, each in value.items()}
-    return value
+    changed = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS:
+            changed[keyword] = change(value)
+        elif keyword in _LISTS_OF_SCHEMAS:
+            changed[keyword] = [change(each) for each in value]
+        elif keyword in _MAPS_OF_SCHEMAS:
+            changed[keyword] = {name: change(each) for name, each in value.items()}
+    return changed
 
 
 class Unions:
-    """Of one document.
-
-    Args:
-        root: all of it; references are from there.
-        annotations: keywords that constrain nothing.
-    """
+    """Those of one document, whose references are from its root; annotations constrain nothing."""
 
     def __init__(self, root: Any, annotations: set[str]) -> None:
         self._root, self._annotations = root, annotations
@@ -52,11 +45,7 @@ class Unions:
         self._num_merged = 0
 
     def rewritten(self, schema: Any) -> Any:
-        """The same without `oneOf` and `allOf`.
-
-        Raises:
-            NotExactError: an `allOf` has no such form.
-        """
+        """The same without `oneOf` and `allOf`; NotExactError if an `allOf` has no such form."""
         if not isinstance(schema, dict):
             return schema
         if "allOf" in schema:
@@ -107,11 +96,8 @@ class Unions:
     # --- allOf
 
     def merged(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """One that matches what all branches of its `allOf`, and what is beside it, do.
-
-        Raises:
-            NotExactError: there is none, or it is not known.
-        """
+        """One that matches what all branches of its `allOf`, and what is beside it, do. Raises NotExactError
+        if there is none, or it is not known."""
         about = {key: value for key, value in schema.items() if key in self._annotations}
         own = {key: value for key, value in schema.items() if key not in {*about, "allOf"}}
         branches = [*schema["allOf"], *([{"type": "object"} | own] if own else [])]

@@ -111,10 +111,7 @@ class Tokenizer:
         Releases the GIL but for about 20 ms a million tokens, where transformers holds it for 200.
 
         Args:
-            max_len: most tokens; None for no limit.
-
-        Raises:
-            ContextLengthError: there are more than `max_len`.
+            max_len: most tokens, over which it raises ContextLengthError; None for no limit.
         """
         if self._fast is not None:  # its `encode` holds the GIL
             [found] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -239,11 +236,7 @@ def _known_variables(template: str) -> set[str]:
 
 
 def read_chat_template(path: str | Path) -> str:
-    """The text of a file with a chat template (Jinja).
-
-    Raises:
-        ConfigError: it cannot be read, or is no template.
-    """
+    """The text of a file with a chat template (Jinja); ConfigError if it cannot be read, or is none."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -256,11 +249,7 @@ def read_chat_template(path: str | Path) -> str:
 
 
 def template_variables(template: str) -> set[str]:
-    """What a chat template reads of its arguments.
-
-    Raises:
-        ValueError: it is no Jinja template.
-    """
+    """What a chat template reads of its arguments; ValueError if it is no Jinja template."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -301,11 +290,7 @@ def load_from(directory: Path, where: str, *, chat_template: str = "") -> Tokeni
 
 
 def directory_of(source: str) -> Path:
-    """The local directory of a model, downloaded from the hub if necessary.
-
-    Raises:
-        ModelLoadError: `source` does not exist.
-    """
+    """The local directory of a model, downloaded from the hub if necessary; ModelLoadError without one."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download

@@ -10,8 +10,7 @@ import jsonschema
 import pytest
 
 from specwire.errors import UnsupportedError
-from specwire.http.bodies.tools import Function
-from specwire.http.tools.forced import grammar_of_call
+from specwire.http.bodies.tools import Function, grammar_of_call
 from specwire.http.tools.formats import HERMES, LLAMA3, Format
 
 

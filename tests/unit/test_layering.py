@@ -44,7 +44,7 @@ WITH_GRPC = {
     "coordinator/peers/handshake.py",
     "coordinator/peers/streams.py",
     "coordinator/totals.py",
-    "specwire/cli/health.py",
+    "specwire/cli/status.py",
     "specwire/client/client.py",
     "specwire/client/endpoints.py",
     "specwire/client/streaming.py",

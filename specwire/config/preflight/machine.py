@@ -22,10 +22,7 @@ Listened = tuple[tuple[str, ...], str]
 
 def check_addresses(addresses: Sequence[Listened]) -> None:
     """Refuse addresses that cannot be bound, and two that have the same port. Empty ones are skipped.
-
-    Raises:
-        ConfigError: names the flag and the value.
-    """
+    ConfigError names the flag and the value."""
     taken: dict[str, str] = {}
     for names, address in addresses:
         if not address:
@@ -55,14 +52,7 @@ def _check_free(host: str, port: int, of_host: str, of_port: str) -> None:
 
 
 def check_device(name: str, device: str, num_devices: int = 1) -> None:
-    """Refuse a CUDA device that torch will not find.
-
-    Args:
-        num_devices: how many are used from this one on.
-
-    Raises:
-        ConfigError: names the flag and the device.
-    """
+    """Refuse a CUDA device that torch will not find, or as many from there on; ConfigError names the flag."""
     if not device.startswith("cuda"):
         return
     version, is_for_nvidia = cuda.torch_build()

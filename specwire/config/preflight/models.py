@@ -73,12 +73,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a model.
-
-    Attributes:
-        directory: where they are.
-        config: what its `config.json` says.
-    """
+    """A model, the directory of its files, and what its `config.json` says."""
 
     model: Model
     directory: Path
@@ -87,11 +82,8 @@ class Files:
 
 def check(files: Files) -> None:
     """Refuse quantised weights that transformers could not read or ranks not share, and a length over the
-    model's context, as far as its `config.json` says.
-
-    Raises:
-        ConfigError: names the flag, the model, and what to install, the reason or its context.
-    """
+    model's context, as far as its `config.json` says. ConfigError names the flag, the model and what to
+    do."""
     wanted, asked = files.config.get("quantization_config"), files.model.max_model_len
     if found := missing_for(wanted, on_cuda=files.model.on_cuda):
         raise ConfigError(f"{files.model.given}: {found}")
@@ -105,11 +97,8 @@ def check(files: Files) -> None:
 def find(model: Model) -> Files | None:
     """The files of a model: embedded, in a directory, or on the hub.
 
-    Returns:
-        None where there are none yet: the device is emulated, or the hub has the model and the cache has not.
-
-    Raises:
-        ConfigError: names the flag, the source and what to do.
+    None where there are none yet: the device is emulated, or the hub has the model and the cache has not.
+    ConfigError names the flag, the source and what to do.
     """
     source = model.source
     if source.startswith(EMULATED):
@@ -188,13 +177,11 @@ def _read_config(model: Model, directory: Path) -> dict[str, Any]:
 
 
 def _cached(model: Model, file: str) -> Path | None:
-    """The directory of a model of the hub in the cache; None where it is still to be downloaded.
+    """The directory of a model of the hub in the cache; None where it is still to be downloaded. Raises
+    ConfigError if it is neither there nor on the hub.
 
     One in the cache is loaded without the hub where that cannot be reached: the hub's client would repeat
     each request for half a minute.
-
-    Raises:
-        ConfigError: it is neither there nor on the hub.
     """
     try:
         from huggingface_hub import constants, try_to_load_from_cache

@@ -13,11 +13,7 @@ _FLAG = """--speculative-config '{"method": "draft_model", "use_heterogeneous_vo
 
 
 def check(target: Files, draft: Files) -> None:
-    """Refuse a draft that the coordinator would refuse when both are loaded.
-
-    Raises:
-        ConfigError: names the flag, both models and what to do.
-    """
+    """Refuse a draft that the coordinator would refuse when both are loaded; ConfigError says what to do."""
     what, beside = f"{draft.model.given}: ", target.model.given
     is_encoder = [bool(files.config.get("is_encoder_decoder")) for files in (target, draft)]
     if is_encoder[0] != is_encoder[1]:

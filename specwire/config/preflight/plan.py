@@ -37,11 +37,7 @@ class Needs:
 
 
 def check(config: Any) -> None:
-    """Check the config of `up`, `demo`, a service or the HTTP front.
-
-    Raises:
-        ConfigError: names the flag, the value and what to do.
-    """
+    """Check the config of `up`, `demo`, a service or the HTTP front; ConfigError says what to do."""
     needs = needs_of(config)
     machine.check_addresses(needs.addresses)
     for name, source in needs.tokenizers:

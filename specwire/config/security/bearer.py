@@ -65,11 +65,7 @@ class Principal:
         return running + min(waiting, most_waiting)
 
     def check(self, params: SamplingParams) -> None:
-        """Check a request against its limits.
-
-        Raises:
-            InvalidRequestError: it exceeds `max_tokens`.
-        """
+        """Check a request against its limits; raises InvalidRequestError if it exceeds `max_tokens`."""
         most = self.max_tokens
         if most is not None and params.max_tokens is not None and params.max_tokens > most:
             problem = f"is over the {most} that the bearer token allows"
@@ -80,22 +76,12 @@ class Tokens:
     """The tokens of a file, which is reloaded when it changes."""
 
     def __init__(self, path: str) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: naming file and line.
-        """
+        """Read the file; ConfigError names file and line."""
         self._file = ReloadingFile([path], lambda: _read(path))
 
     def check(self, token: str) -> Principal:
-        """The principal of a token, which is compared with all in constant time.
-
-        Args:
-            token: as sent by the client; empty for none.
-
-        Raises:
-            UnauthenticatedError: none, unknown, or expired.
-        """
+        """The principal of a token, which is compared with all in constant time. Raises UnauthenticatedError
+        of one that is empty, as none was sent, unknown, or expired."""
         if not token:
             raise UnauthenticatedError("a bearer token is required")
         self._file.refresh()
@@ -118,13 +104,10 @@ def bearer_token(header: str) -> str:
 
 
 def make_token(name: str, **limits: Any) -> tuple[str, str]:
-    """A new token, and its line for a tokens file.
+    """A new token, and its line for a tokens file. Raises ConfigError of an invalid name or limit.
 
     Args:
         limits: `max_running`, `max_waiting`, `max_tokens`, `expires`; None for none.
-
-    Raises:
-        ConfigError: an invalid name or limit.
     """
     token = _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
     return token, token_line(name, token, **limits)
@@ -139,11 +122,7 @@ def token_line(name: str, token: str, **limits: Any) -> str:
 
 
 def add_line(path: str, line: str) -> None:
-    """Append a line to a tokens file; a new file is readable by its owner only.
-
-    Raises:
-        ConfigError: the file cannot be read or written.
-    """
+    """Append a line to a tokens file, or raise ConfigError; a new file is readable by its owner only."""
     try:
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b") as file:
             size = file.seek(0, os.SEEK_END)

@@ -28,14 +28,7 @@ class ReloadingFile(Generic[Value]):
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], Value]) -> None:
-        """Read for the first time.
-
-        Args:
-            read: returns the value, or raises ConfigError.
-
-        Raises:
-            ConfigError: from `read`.
-        """
+        """Read for the first time, by `read`, which returns the value or raises ConfigError."""
         self._paths = paths
         self._read = read
         self._lock = threading.Lock()
@@ -75,14 +68,8 @@ def _mark(path: str) -> _Mark | None:
 
 
 def read_file(name: str, path: str) -> bytes:
-    """The content of a file.
-
-    Args:
-        name: of the flag or argument, for the error.
-
-    Raises:
-        ConfigError: it cannot be read; names both.
-    """
+    """The content of a file. If it cannot be read, ConfigError has the path and the flag's or argument's
+    name."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

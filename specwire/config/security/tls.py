@@ -74,22 +74,15 @@ class Credentials:
         return not (self.tls or self.token or self.token_file)
 
     def check(self, address: str) -> None:
-        """Refuse to send a token in plaintext beyond this machine.
-
-        Raises:
-            InvalidRequestError: the token would travel to `address` in plaintext.
-        """
+        """Refuse to send a token to `address` in plaintext beyond this machine: raises
+        InvalidRequestError."""
         exposed = (self.token or self.token_file) and self.tls is None and not self.allow_plaintext
         if exposed and not is_loopback(address.removeprefix("dns:///").rpartition(":")[0]):
             problem = f"is not sent to {address} in plaintext; use TLS, or allow plaintext explicitly"
             raise InvalidRequestError("token", "set", problem)
 
     def reloading(self) -> ReloadingFile[CredentialBundle]:
-        """The contents of the files, read again when they change.
-
-        Raises:
-            ConfigError: a file that cannot be used.
-        """
+        """The contents of the files, read again when they change; raises ConfigError."""
         tls = self.tls or TLS()
         paths = [path for path in (tls.ca, tls.cert, tls.key, self.token_file) if path]
         return ReloadingFile(paths, self._read)
@@ -105,11 +98,7 @@ PLAINTEXT = Credentials()
 
 
 def read_token(path: str) -> str:
-    """The token in a file; white space around it is ignored.
-
-    Raises:
-        ConfigError: naming the file.
-    """
+    """The token in a file, or ConfigError, naming that; white space around it is ignored."""
     token = read_file("token file", path).decode("ascii", "replace").strip()
     if not token.isascii() or not token.isprintable() or not token or " " in token:
         raise ConfigError(f"token file {path}: does not hold one token")
@@ -117,11 +106,8 @@ def read_token(path: str) -> str:
 
 
 def read_pair(cert_name: str, cert: str, key_name: str, key: str) -> tuple[bytes, bytes]:
-    """A certificate with its chain, and its private key.
-
-    Raises:
-        ConfigError: they cannot be read, are encrypted, or do not match.
-    """
+    """A certificate with its chain, and its private key. Raises ConfigError if they cannot be read, are
+    encrypted, or do not match."""
     pair = read_file(cert_name, cert), read_file(key_name, key)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
@@ -137,11 +123,7 @@ def _no_password() -> str:
 
 
 def read_authorities(name: str, path: str) -> bytes:
-    """Certificates of authorities.
-
-    Raises:
-        ConfigError: naming the file.
-    """
+    """Certificates of authorities, or ConfigError, naming the file."""
     data = read_file(name, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))

@@ -10,18 +10,13 @@ import pydantic
 from specwire.errors import UnsupportedError
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.part import Prompt, invalid
-from specwire.http.bodies.tools import Function, rendered
-from specwire.http.tools.forced import format_of_forced, grammar_of_call
+from specwire.http.bodies.tools import Function, format_of_forced, grammar_of_call, rendered
 from specwire.http.tools.formats import FORMATS, Format, detected
 from specwire.text.grammar import Grammar
 
 
 class Calling(Sampled):
-    """Tools of one API, which says how they are written.
-
-    Attributes:
-        path: from a tool, or a choice of one, to the fields of its function.
-    """
+    """Tools of one API, where `path` leads from a tool, or a choice of one, to the fields of its function."""
 
     path: ClassVar[str]
     tool_choice: Any = None
@@ -77,15 +72,8 @@ class Calling(Sampled):
         return self._format
 
     def prepare(self, chat_template: str, tool_call_parser: str) -> None:
-        """Take note of how the model calls.
-
-        Args:
-            chat_template: of the model; empty without one.
-            tool_call_parser: name of the format of its tool calls; empty to detect it.
-
-        Raises:
-            UnsupportedError: the format is not known.
-        """
+        """Take note of how the model calls: as this parser is named or, if that is empty, as its chat
+        template has it, which may be empty too. Raises UnsupportedError if it is not known."""
         self._format = FORMATS[tool_call_parser] if tool_call_parser else detected(chat_template)
         if self.active_functions and not self.must_call and self._format is None:
             problem = (
@@ -102,11 +90,7 @@ class Calling(Sampled):
         return more
 
     def check_tools(self, grammar: Grammar | None) -> None:
-        """Check tools, their choice, and what else the output must match.
-
-        Raises:
-            ApiError: 400, naming one of them.
-        """
+        """Check tools, their choice, and what else the output must match."""
         names = [function.name for function in self.functions]
         if len(set(names)) < len(names):
             raise invalid("tools", f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
@@ -124,8 +108,6 @@ class Calling(Sampled):
             raise invalid("tools", problem)
 
     def check_effort(self, name: str) -> None:
-        """Raises:
-        ApiError: 400, naming the parameter.
-        """
+        """Refuse an effort that is given twice."""
         if self.effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise invalid(name, "is in chat_template_kwargs too; give one of them")

@@ -26,11 +26,7 @@ class CompletionBody(Body):
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """One or several, as text or token ids.
-
-        Raises:
-            ApiError: 400, none or too many.
-        """
+        """One or several, as text or token ids; ApiError 400 for none or too many."""
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]

@@ -86,11 +86,7 @@ class Sampled(WithParameters):
         return None
 
     def params(self) -> SamplingParams:
-        """Sampling parameters of the first choice.
-
-        Raises:
-            InvalidRequestError: names the parameter and its value.
-        """
+        """Sampling parameters of the first choice; InvalidRequestError names the parameter and its value."""
         given = self.given | self.more_params()
         given |= {"max_tokens": self.token_limit, "top_k": max(0, given.get("top_k", 0))}
         return SamplingParams(**given, logprobs=self.num_logprobs, prompt_logprobs=self.num_prompt_logprobs)

@@ -85,10 +85,7 @@ def as_conversation(
     items: Sequence[InputMessage | FunctionCall | FunctionCallOutput],
 ) -> list[dict[str, Any]]:
     """Items as templates read them: calls are those of one turn of the assistant, with its text before them.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    ApiError 400 names the field."""
     turns: list[dict[str, Any]] = []
     call_ids: set[str] = set()
     for i, item in enumerate(items):

@@ -48,11 +48,8 @@ class Message(JsonObject):
 
 
 def as_conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates read them: parts joined, arguments of calls as objects.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """Messages as templates read them: parts joined, arguments of calls as objects. ApiError 400 names the
+    field."""
     return [_as_turn(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
@@ -79,11 +76,7 @@ def _as_turn(name: str, message: Message) -> dict[str, Any]:
 
 
 def as_call(param: str, name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
-    """A call as templates read it.
-
-    Raises:
-        ApiError: 400, `param` has arguments that are no JSON object.
-    """
+    """A call as templates read it; ApiError 400 if the arguments of `param` are no JSON object."""
     try:
         read = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:

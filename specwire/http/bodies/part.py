@@ -89,11 +89,7 @@ class RequestBody(JsonObject):
         return 1
 
     def check(self) -> None:
-        """Check what involves several fields.
-
-        Raises:
-            ApiError: 400, naming one of them.
-        """
+        """Check what involves several fields; ApiError 400 names one of them."""
 
 
 def invalid(param: str, problem: str) -> ApiError:

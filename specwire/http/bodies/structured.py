@@ -27,9 +27,7 @@ class ResponseFormat(JsonObject):
     json_schema: JsonSchema | None = None
 
     def check(self) -> None:
-        """Raises:
-        ApiError: 400, a schema that is missing or not asked for.
-        """
+        """Refuse a schema that is missing or not asked for."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             problem = "is required with type 'json_schema', and belongs to no other"
             raise invalid("response_format.json_schema", problem)
@@ -45,12 +43,8 @@ class TextFormat(JsonObject):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def grammar(self) -> Grammar | None:
-        """What the output must match; None for any text.
-
-        Raises:
-            ApiError: 400, a name or a schema that is missing or not asked for.
-            InvalidRequestError: names the parameter.
-        """
+        """What the output must match; None for any text. Raises ApiError 400 of a name or a schema that is
+        missing or not asked for, and as `grammar_of`."""
         for key, value in (("name", self.name), ("schema", self.schema_)):
             if (self.type == "json_schema") != (value is not None):
                 problem = "is required with type 'json_schema', and belongs to no other"
@@ -81,12 +75,8 @@ class Structured(JsonObject):
     structured_outputs: StructuredOutputs | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the output must match; None for any text.
-
-        Raises:
-            ApiError: 400, several of the fields.
-            InvalidRequestError: names the parameter.
-        """
+        """What the output must match; None for any text. Raises ApiError 400 of several fields, and as
+        `grammar_of`."""
         form, newer = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema if form else None
         sources = {
@@ -114,11 +104,8 @@ _KINDS = {"schema": "json_schema", "json": "json_schema", "grammar": "ebnf"}
 
 
 def grammar_of(param: str, value: Any, kind: str = "") -> Grammar:
-    """The grammar of one parameter, whose name ends with its kind if that is not given.
-
-    Raises:
-        InvalidRequestError: names the parameter.
-    """
+    """The grammar of one parameter, whose name ends with its kind if that is not given; InvalidRequestError
+    names it."""
     ending = param.rpartition(".")[2].removeprefix("guided_")
     kind = kind or _KINDS.get(ending, ending)
     if value == []:

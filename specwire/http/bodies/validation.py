@@ -20,14 +20,8 @@ _TEXT_BYTES = 32
 
 
 def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = None) -> Kind:
-    """Parse and validate a body whose structure a `Scan` has found within limits.
-
-    Args:
-        ignored: takes the names of unknown parameters; without it they are refused.
-
-    Raises:
-        ApiError: 400, naming the parameter.
-    """
+    """Parse and validate a body whose structure a `Scan` has found within limits; ApiError 400 names the
+    parameter. Unknown ones are refused, unless `ignored` takes their names."""
     try:
         body = kind.model_validate_json(data, context=ignored)
     except pydantic.ValidationError as error:
@@ -65,15 +59,8 @@ def _path(location: Iterable[str | int], *, unknown: bool) -> str:
 
 
 def check_size(body: RequestBody, max_prompt_bytes: int, max_total_bytes: int) -> None:
-    """Check the size of the prompts, which are sent once for each choice.
-
-    Args:
-        max_prompt_bytes: of a prompt as text.
-        max_total_bytes: of all choices' prompts.
-
-    Raises:
-        ApiError: 400, over one of the limits.
-    """
+    """Check the size of the prompts, which are sent once for each choice: as text, and of all choices'
+    together. ApiError 400 if one is over its limit."""
     total = 0
     for prompt in body.prompts:
         texts = list(_texts(prompt))

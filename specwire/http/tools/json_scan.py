@@ -59,11 +59,7 @@ class JsonScan:
         return self._close() if char == "}" else self._key(char)
 
     def _first_value(self, char: str) -> bool:
-        if char == "]":
-            return self._close()
-        if char not in _SPACE:
-            return self._value(char)
-        return True
+        return self._close() if char == "]" else self._value(char)
 
     def _key(self, char: str) -> bool:
         return char in _SPACE or (char == '"' and self._begin_string(is_key=True))
