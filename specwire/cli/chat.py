@@ -106,12 +106,10 @@ class _Figures:
         self._counts = Speculation()
 
     def add(self, chunk: Chunk) -> None:
-        """What a chunk brought."""
         self._num_tokens += len(chunk.tokens)
         self._counts = chunk.speculation or self._counts
 
     def line(self) -> str:
-        """In words."""
         speed = self._num_tokens / max(1e-9, time.monotonic() - self._began_s)
         words = f"{self._num_tokens} tokens, {speed:.0f} tokens/s, {self._counts.tokens_per_round:.2f} a pass"
         if self._counts.num_drafts:

@@ -16,7 +16,6 @@ _STDIN = "-"
 
 
 def add(commands: Any) -> None:
-    """Add `generate`."""
     about = "continue a prompt on a running coordinator"
     generate = add_command(commands, "generate", about, ClientConfig, run)
     prompt = generate.add_mutually_exclusive_group(required=True)

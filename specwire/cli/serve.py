@@ -58,7 +58,6 @@ _REPLACED = {
 
 
 def add(commands: Any, run: Callable[[ServeConfig, argparse.Namespace], int]) -> None:
-    """Add `serve`."""
     serve = add_command(
         commands,
         "serve",

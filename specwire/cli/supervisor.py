@@ -79,7 +79,6 @@ class Stack:
 
     @property
     def verifies(self) -> list[Service]:
-        """The verify services."""
         return [each.service for each in self._verifies]
 
     @property

@@ -132,6 +132,5 @@ class Endpoints:
         raise combined_error(refusals) from None
 
     async def close(self) -> None:
-        """Close all channels."""
         for endpoint in self._endpoints:
             await endpoint.close()

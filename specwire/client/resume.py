@@ -144,7 +144,6 @@ class Search:
         return self._todo.pop(0), min(waits.values())
 
     def refused(self, index: int, refusal: NotServedError) -> None:
-        """Record the failure of an address."""
         self._refusals[index] = refusal
 
     def _wait_s(self, index: int, now_s: float) -> float | None:

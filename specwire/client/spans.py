@@ -45,7 +45,6 @@ class GenerationSpan:
         self._is_complete = False
 
     def received(self, chunk: Chunk) -> None:
-        """A chunk has arrived."""
         if self._first_chunk_s is None and chunk.tokens:
             self._first_chunk_s = time.monotonic() - self._began_s
 
@@ -56,7 +55,6 @@ class GenerationSpan:
         )
 
     def completed(self, completion: Completion) -> None:
-        """The generation is complete."""
         self._is_complete = True
         self._span.set(
             {

@@ -36,12 +36,10 @@ def one_of(*choices: str) -> Check:
 
 
 def at_least(least: int) -> Check:
-    """Check for a number with a lower bound."""
     return lambda name, value: check(value >= least, name, value, f"must be at least {least}")
 
 
 def between(least: int, most: int) -> Check:
-    """Check for a number in [least, most]."""
     return lambda name, value: check(least <= value <= most, name, value, f"must lie in [{least}, {most}]")
 
 

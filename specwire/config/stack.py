@@ -123,36 +123,31 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     @property
     def _needs_service(self) -> tuple[str, object, str] | None:
         """What the draft model cannot do in the target's process: flag, value and why; None for nothing."""
-        draft, selection = self.draft, self.model_draft.selection
+        draft, model, selection = self.draft, self.draft_model, self.model_draft.selection
         device, draft_device = (
             "cuda:0" if each == "cuda" else each for each in (self.device, self.draft_device)
         )
-        asked: tuple[tuple[bool, str, object, str], ...] = (
-            (self.draft_model == NO_DRAFT, "draft", draft, "is no draft model"),
-            ("," in draft or ABOVE in draft, "draft", draft, "has two drafters"),
-            (self.draft_model.startswith(EMULATED), "draft", draft, "is emulated"),
-            (self.target.startswith(EMULATED), "target", self.target, "is emulated"),
-            (_has_encoder(self.target), "target", self.target, "is an encoder-decoder"),
-            (
-                device != draft_device,
-                "draft_device",
-                self.draft_device,
-                f"is not the target's, {self.device}",
-            ),
-            (self.tensor_parallel_size > 1, "tensor_parallel_size", self.tensor_parallel_size, "is over 1"),
-            (self.draft_learn, "draft_learn", True, "learns beside the target"),
-            (self.draft_rtt_ms > 0, "draft_rtt_ms", self.draft_rtt_ms, "is of a network"),
-            (self.draft_num_threads != 1, "draft_num_threads", self.draft_num_threads, "has its own threads"),
-            (self.num_outcomes not in (AUTO, "0"), "num_outcomes", self.num_outcomes, "works ahead"),
-            (selection != "", "speculative_config", f"selection={selection!r}", "draws several chains"),
-            (
-                bool(self.target_tokenizer),
-                "speculative_config",
-                "use_heterogeneous_vocab",
-                "has to translate",
-            ),
+        asked = (
+            (model == NO_DRAFT, "draft", "is no draft model"),
+            ("," in draft or ABOVE in draft, "draft", "has two drafters"),
+            (model.startswith(EMULATED), "draft", "is emulated"),
+            (self.target.startswith(EMULATED), "target", "is emulated"),
+            (_has_encoder(self.target), "target", "is an encoder-decoder"),
+            (device != draft_device, "draft_device", f"is not the target's, {self.device}"),
+            (self.tensor_parallel_size > 1, "tensor_parallel_size", "is over 1"),
+            (self.draft_learn, "draft_learn", "learns beside the target"),
+            (self.draft_rtt_ms > 0, "draft_rtt_ms", "is of a network"),
+            (self.draft_num_threads != 1, "draft_num_threads", "has its own threads"),
+            (self.num_outcomes not in (AUTO, "0"), "num_outcomes", "works ahead"),
+            (selection != "", "speculative_config", "draws several chains"),
+            (self.target_tokenizer != "", "speculative_config", "has to translate"),
         )
-        return next(((name, value, why) for holds, name, value, why in asked if holds), None)
+        key = f"selection={selection!r}" if selection else "use_heterogeneous_vocab"
+        found = next(((name, why) for holds, name, why in asked if holds), None)
+        if found is None:
+            return None
+        name, why = found
+        return name, key if name == "speculative_config" else getattr(self, name), why
 
     @property
     def draft_in_target(self) -> bool:

@@ -53,16 +53,14 @@ class AccessEntry:
         is_complete: whether all of that was sent.
     """
 
-    def __init__(self, scope: Scope, request_id: str) -> None:
+    def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._request_id = request_id
         self._began_ns = time.perf_counter_ns()
         self.status = NO_RESPONSE
         self.is_complete = False
         self._num_bytes = 0
 
     def see(self, message: Message) -> None:
-        """A part of its response is sent."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         elif message["type"] == "http.response.body":
@@ -75,7 +73,6 @@ class AccessEntry:
         return (time.perf_counter_ns() - self._began_ns) / 1e9
 
     def log(self) -> None:
-        """It has ended."""
         if not log.isEnabledFor(logging.INFO):
             return
         fields = {
@@ -85,7 +82,7 @@ class AccessEntry:
             "duration_ms": round(self.duration_s * 1e3, 1),
             "bytes": self._num_bytes,
             "client": address_kind((self._scope.get("client") or ("",))[0]),
-            "request_id": self._request_id,
+            "request_id": self._scope["specwire.request_id"],
         }
         traced = _SAMPLED.fullmatch(dict(self._scope["headers"]).get(b"traceparent", b""))
         fields |= self._scope.get(_REFUSED, {})
@@ -125,7 +122,7 @@ class Labelled:
         request_id = given if REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
         ignored = Ignored() if self._is_lenient else None
         scope["specwire.request_id"], scope["specwire.ignored"] = request_id, ignored
-        entry = scope["specwire.entry"] = AccessEntry(scope, request_id)
+        entry = scope["specwire.entry"] = AccessEntry(scope)
 
         async def send_labelled(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -109,17 +109,14 @@ class Connections:
                 )
 
     def closed(self, connection: Connection) -> None:
-        """Remove a connection."""
         self._num_open -= 1
         self.mark_busy(connection)
 
     def mark_idle(self, connection: Connection) -> None:
-        """The connection has no request from now on."""
         self._idle.pop(connection, None)
         self._idle[connection] = None
 
     def mark_busy(self, connection: Connection) -> None:
-        """The connection has a request."""
         self._idle.pop(connection, None)
 
 

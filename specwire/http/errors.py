@@ -63,13 +63,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def http_status(error: Exception) -> int:
-    """The status of an error's response."""
     if isinstance(error, ApiError):
         return error.status
     known = _BY_STATUS.get(error.status) if isinstance(error, SpecwireError) else None

@@ -90,7 +90,6 @@ class Output:
         return [] if self._parser else [*self._next(_Message(0))]
 
     def add(self, text: str) -> list[Json]:
-        """Events of more text."""
         if self._parser:
             return [*self._told(self._parser.feed(text))]
         return [*self._told([Content(text)])] if text else []

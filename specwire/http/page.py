@@ -18,7 +18,6 @@ _FILES = {"{css}": "page.css", **_SCRIPTS}
 
 @cache
 def html() -> str:
-    """The document."""
     parts = {name: _source(file) for name, file in _FILES.items()} | {"{methods}": " ".join(FROM_TEXT)}
     document = _source("page.html")
     for name, part in parts.items():

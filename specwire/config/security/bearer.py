@@ -65,7 +65,7 @@ class Principal:
         return running + min(waiting, most_waiting)
 
     def check(self, params: SamplingParams) -> None:
-        """Check a request against its limits; raises InvalidRequestError if it exceeds `max_tokens`."""
+        """Check a request against its limits; raises InvalidRequestError."""
         most = self.max_tokens
         if most is not None and params.max_tokens is not None and params.max_tokens > most:
             problem = f"is over the {most} that the bearer token allows"

@@ -41,7 +41,6 @@ class Calls:
         return self._delta(self._parser.flush())
 
     def message(self, text: str) -> Json:
-        """The message of a whole text."""
         delta = self._delta([*self._parser.feed(text), *self._parser.flush()])
         message = {"role": "assistant", "content": delta.get("content"), "refusal": None}
         calls = [{k: v for k, v in call.items() if k != "index"} for call in delta.get("tool_calls", ())]
