@@ -53,15 +53,11 @@ class RetryPolicy:
     False raises `ResourceExhaustedError` and leaves that to the caller."""
 
     def __post_init__(self) -> None:
-        _check_number("patience_s", self.patience_s)
-        _check_number("pause_s", self.pause_s)
+        for name in ("patience_s", "pause_s"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise InvalidRequestError(name, value, "must be a finite number, at least 0")
         if self.max_resumes < 0:
             raise InvalidRequestError("max_resumes", self.max_resumes, "must be at least 0")
-
-
-def _check_number(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise InvalidRequestError(name, value, "must be a finite number, at least 0")
 
 
 class NotServedError(Exception):

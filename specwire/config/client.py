@@ -12,13 +12,11 @@ from specwire.config.fields import (
     ServerConfig,
     at_least,
     between,
-    check,
     check_address,
     check_addresses,
     check_amount,
     check_duration,
     check_origins,
-    check_pair,
     check_plaintext,
     comma_separated,
     file_option,
@@ -50,7 +48,7 @@ class ConnectionConfig(PlaintextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pair("client_cert", self.client_cert, "client_key", self.client_key)
+        self._check_pair("client_cert", "client_key")
 
     @property
     def server_tls(self) -> TLS | None:
@@ -70,8 +68,7 @@ class ClientConfig(ConnectionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        either = not (self.token and self.token_file)
-        check(either, "token_file", self.token_file, "and SPECWIRE_TOKEN are both given")
+        self._check(not (self.token and self.token_file), "token_file", "and SPECWIRE_TOKEN are both given")
 
     @property
     def credentials(self) -> dict[str, Any]:

@@ -72,12 +72,6 @@ def check_file(name: str, path: str) -> None:
     check(not path or Path(path).is_file(), name, path, "no such file")
 
 
-def check_pair(name: str, path: str, other_name: str, other_path: str) -> None:
-    """Two files that belong together: both are given, or neither is."""
-    problem = f"is of use together with {flag_name(other_name)} only"
-    check(bool(path) == bool(other_path), name, path, problem)
-
-
 def split_address(name: str, address: str) -> tuple[str, int]:
     """`HOST:PORT` to its parts; an IPv6 host is in brackets."""
     host, _, port = address.rpartition(":")
@@ -183,7 +177,7 @@ class CertificateConfig(PlaintextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
+        self._check_pair("tls_cert", "tls_key")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,15 @@ def secret(doc: str, *, has_flag: bool = False) -> Any:
 class CheckedConfig:
     """Base of the configs: checks each field by its own `check`. Subclasses check what involves several."""
 
+    def _check(self, ok: bool, name: str, problem: str) -> None:
+        if not ok:
+            raise ConfigError(f"{flag_name(name)} {getattr(self, name)}: {problem}")
+
+    def _check_pair(self, name: str, other: str) -> None:
+        """Two fields that belong together: both are given, or neither is."""
+        is_whole = bool(getattr(self, name)) == bool(getattr(self, other))
+        self._check(is_whole, name, f"is of use together with {flag_name(other)} only")
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if (check := field.metadata.get("check")) is not None:

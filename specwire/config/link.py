@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from specwire.config.fields import check, check_amount, split_address
+from specwire.config.fields import check_amount, split_address
 from specwire.config.flags import CheckedConfig, option
 
 
@@ -27,9 +27,7 @@ class Link(CheckedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         most = self.rtt_ms / 2
-        check(
-            self.jitter_ms <= most, "jitter_ms", self.jitter_ms, f"is more than half the round trip, {most}"
-        )
+        self._check(self.jitter_ms <= most, "jitter_ms", f"is more than half the round trip, {most}")
 
     @property
     def bytes_per_s(self) -> float:

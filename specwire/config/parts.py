@@ -11,7 +11,6 @@ from specwire.config.fields import (
     CertificateConfig,
     ServerConfig,
     at_least,
-    check,
     check_address,
     check_amount,
     check_chat_template,
@@ -45,8 +44,8 @@ class ListenConfig(CertificateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         encrypted = bool(self.tls_cert)
-        ca = self.tls_client_ca
-        check(encrypted or not ca, "tls_client_ca", ca, "is of use together with --tls-cert only")
+        problem = "is of use together with --tls-cert only"
+        self._check(encrypted or not self.tls_client_ca, "tls_client_ca", problem)
         check_plaintext("address", self.address, allowed=encrypted or self.allow_plaintext, remedy=SERVER_TLS)
 
 
@@ -197,10 +196,10 @@ class SpeculationConfig(CheckedConfig):
             ("num_draft_tokens", given.num_speculative_tokens),
             ("max_depth", given.max_depth),
         ):
-            value = getattr(self, name)
-            check(fixed is None or value == AUTO, name, value, f"is {fixed} in --speculative-config")
-        problem = f"contradicts selection {KSEQ} in --speculative-config"
-        check(not given.selection or self.rule in (AUTO, Rule.KSEQ), "rule", self.rule, problem)
+            is_open = fixed is None or getattr(self, name) == AUTO
+            self._check(is_open, name, f"is {fixed} in --speculative-config")
+        agrees = not given.selection or self.rule in (AUTO, Rule.KSEQ)
+        self._check(agrees, "rule", f"contradicts selection {KSEQ} in --speculative-config")
 
     @cached_property
     def speculation(self) -> SpeculativeConfig | ModelDraftConfig | None:

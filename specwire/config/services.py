@@ -17,7 +17,6 @@ from specwire.config.fields import (
     between,
     check,
     check_duration,
-    check_pair,
     check_plaintext,
     file_option,
     parse_count,
@@ -92,16 +91,13 @@ class ModelServiceConfig(ServiceConfig, ModelConfig, EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         source, _ = named_own(self.model)
-        check(not source, "model", self.model, f"is no model: see the verify service's flag --{source}")
+        self._check(not source, "model", f"is no model: see the verify service's flag --{source}")
         check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
-        num_kv_tokens = self.num_kv_tokens
-        check(num_kv_tokens >= self.page_len, "num_kv_tokens", num_kv_tokens, "is less than a page")
+        self._check(self.num_kv_tokens >= self.page_len, "num_kv_tokens", "is less than a page")
         for name in ("kv_cache_memory", "gpu_memory_utilization"):
-            fraction = getattr(self, name)
-            check(0 <= fraction < 1, name, fraction, "must lie in [0, 1)")
+            self._check(0 <= getattr(self, name) < 1, name, "must lie in [0, 1)")
         one = not (self.kv_cache_memory and self.gpu_memory_utilization)
-        value = self.gpu_memory_utilization
-        check(one, "gpu_memory_utilization", value, "does not go together with --kv-cache-memory")
+        self._check(one, "gpu_memory_utilization", "does not go together with --kv-cache-memory")
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -174,15 +170,15 @@ class DraftConfig(ModelServiceConfig):
         if self.inner:
             check_inner("inner", self.inner, self.model, self.tensor_parallel_size)
             problem = "does not guess for a draft with another vocabulary (--target-tokenizer)"
-            check(not self.target_tokenizer, "inner", self.inner, problem)
+            self._check(not self.target_tokenizer, "inner", problem)
         alone = not self.target_tokenizer or self.tensor_parallel_size == 1
-        check(alone, "target_tokenizer", self.target_tokenizer, "is served on one device only")
+        self._check(alone, "target_tokenizer", "is served on one device only")
         out = self.learn_out
-        check(self.learn or not out, "learn_out", out, "is of use together with --learn only")
-        check(not out or Path(out) != Path(self.model), "learn_out", out, "is --model itself")
+        self._check(self.learn or not out, "learn_out", "is of use together with --learn only")
+        self._check(not out or Path(out) != Path(self.model), "learn_out", "is --model itself")
         if not self.learn:
             return
-        check(not self.model.startswith(EMULATED), "learn", True, f"{self.model} has no weights")
+        self._check(not self.model.startswith(EMULATED), "learn", f"{self.model} has no weights")
         for name, usual in (
             ("tensor_parallel_size", 1),
             ("batch_invariant", False),
@@ -190,8 +186,7 @@ class DraftConfig(ModelServiceConfig):
             ("inner", ""),
             ("least_pass_ms", 0.0),
         ):
-            value = getattr(self, name)
-            check(value == usual, name, value, "does not go together with --learn")
+            self._check(getattr(self, name) == usual, name, "does not go together with --learn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,19 +204,19 @@ class VerifyConfig(ModelServiceConfig, TargetConfig, OwnFlags):
         check_adapters(self.lora_modules, self.model, self.tensor_parallel_size)
         for own in self.given:
             name, value = own.source, getattr(self, own.source)
-            check(own == self.own, name, value, f"does not go together with {flag_name(self.own.source)}")
+            self._check(own == self.own, name, f"does not go together with {flag_name(self.own.source)}")
             check_own(name, value, own, self.model, self.tensor_parallel_size)
             varies = own.source != DRAFT_MODEL and not OWN_METHODS[own.source].may_be_invariant
             fits = not (varies and self.batch_invariant)
-            check(fits, name, value, "does not go together with --batch-invariant")
+            self._check(fits, name, "does not go together with --batch-invariant")
         ports, problem = {}, f"leaves no room for the ports of {self.replicas} replicas"
         for name in ("address", "metrics_address"):
             if address := getattr(self, name):
                 ports[name] = _, port = split_address(name, address)
-                check(port + self.replicas <= 65536, name, address, problem)
+                self._check(port + self.replicas <= 65536, name, problem)
         (host, port), (metrics_host, metrics_port) = ports["address"], ports.get("metrics_address", ("", 0))
         apart = host != metrics_host or not port * metrics_port or abs(port - metrics_port) >= self.replicas
-        check(apart, "metrics_address", self.metrics_address, "is among the ports of --address")
+        self._check(apart, "metrics_address", "is among the ports of --address")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +270,11 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
             problem = f"is the verify service's flag --{given.source}"
             check(not given.model, "speculative_config", f"model={given.model!r}", problem)
         alone = self.seed == NO_SEED or self.workers == 1
-        check(alone, "seed", self.seed, "does not go together with several --workers, whose order is open")
-        check_pair("peer_cert", self.peer_cert, "peer_key", self.peer_key)
+        self._check(alone, "seed", "does not go together with several --workers, whose order is open")
+        self._check_pair("peer_cert", "peer_key")
         for name in ("peer_cert", "peer_server_name"):
-            value = getattr(self, name)
-            check(bool(self.peer_ca) or not value, name, value, "is of use together with --peer-ca only")
+            is_of_use = self.peer_ca != "" or not getattr(self, name)
+            self._check(is_of_use, name, "is of use together with --peer-ca only")
         allowed = bool(self.peer_ca) or self.allow_plaintext
         for name in ("verify_address", "draft_address"):
             addresses = getattr(self, name)

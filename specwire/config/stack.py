@@ -91,34 +91,33 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         super().__post_init__()
         implied = self.draft.partition(",")[0]
         agrees = implied not in METHODS or self.speculation is None or self.speculation.method == implied
-        check(agrees, "draft", self.draft, "names another method than --speculative-config")
+        self._check(agrees, "draft", "names another method than --speculative-config")
         self._check_own()
         if ABOVE in self.draft:
             check_inner("draft", self.inner, self.draft_model, 1)
             problem = 'does not combine with "use_heterogeneous_vocab"'
-            check(not self.target_tokenizer, "draft", self.draft, problem)
+            self._check(not self.target_tokenizer, "draft", problem)
         if self.draft_model != NO_DRAFT:
             check_model("draft", self.draft_model, (NO_DRAFT, *METHODS, *OWN))
             fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
-            problem = f"does not fit --target {self.target}; name a draft, or none"
-            check(bool(fits), "draft", self.draft, problem)
+            self._check(bool(fits), "draft", f"does not fit --target {self.target}; name a draft, or none")
         if self.draft_learn:
-            check(self.draft_model != NO_DRAFT, "draft_learn", True, f"--draft {self.draft} is no model")
-            check(not self.draft_model.startswith(EMULATED), "draft_learn", True, "it has no weights")
-            problem = "does not go together with another vocabulary"
-            check(not self.target_tokenizer, "draft_learn", True, problem)
+            name, problem = "draft_learn", "does not go together with another vocabulary"
+            self._check(self.draft_model != NO_DRAFT, name, f"--draft {self.draft} is no model")
+            self._check(not self.draft_model.startswith(EMULATED), name, "it has no weights")
+            self._check(not self.target_tokenizer, name, problem)
         if self.draft_placement == IN_TARGET and (needs := self._needs_service):
             name, value, why = needs
             check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
         check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
         check_adapters(self.lora_modules, self.target, self.tensor_parallel_size)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
-        check(placed, "replicas", self.replicas, "need --ray-address where each spans several devices")
+        self._check(placed, "replicas", "need --ray-address where each spans several devices")
         if self.metrics_address:
             _, port = split_address("metrics_address", self.metrics_address)
             num_ports = len(self.metrics_addresses)
-            room, problem = port + num_ports <= 65536, f"leaves no room for {num_ports - 1} more ports"
-            check(room, "metrics_address", self.metrics_address, problem)
+            problem = f"leaves no room for {num_ports - 1} more ports"
+            self._check(port + num_ports <= 65536, "metrics_address", problem)
 
     @property
     def _needs_service(self) -> tuple[str, object, str] | None:
@@ -161,25 +160,24 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         draft, own, given = self.draft, self._named_own, self.own_draft
         lacking = OWN_METHODS.get(OWN.get(draft, ""))
         takes = lacking.argument if lacking else ""
-        check(not takes, "draft", draft, f"needs more: {OWN.get(draft)}:{takes}")
+        self._check(not takes, "draft", f"needs more: {OWN.get(draft)}:{takes}")
         others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
         for other in others:
             is_own = other in OWN or named_own(other).source != ""
-            check(not is_own, "draft", draft, f"{other} is no draft model")
+            self._check(not is_own, "draft", f"{other} is no draft model")
         if not own.source:
             return
         is_named = named_own(draft).source != ""
         agrees = given.source == own.source if given else not self.speculative_config
-        check(agrees, "draft", draft, "names another method than --speculative-config")
+        self._check(agrees, "draft", "names another method than --speculative-config")
         alone = draft in (EMBEDDED, NO_DRAFT) or (is_named and not (given and given.model))
-        check(alone, "draft", draft, f"is a second draft beside the {own.source} of --speculative-config")
+        self._check(alone, "draft", f"is a second draft beside the {own.source} of --speculative-config")
         name = "draft" if is_named else "speculative_config"
-        value = getattr(self, name)
         takes = OWN_METHODS[own.source].argument
         is_there = takes != DIR or Path(own.argument or "-").is_dir()
-        check(is_there, name, value, f"no directory of {own.source}")
-        check(not takes or own.argument != "", name, value, f"needs more: {own.source}:{takes}")
-        check_own(name, value, own, self.target, self.tensor_parallel_size)
+        self._check(is_there, name, f"no directory of {own.source}")
+        self._check(not takes or own.argument != "", name, f"needs more: {own.source}:{takes}")
+        check_own(name, getattr(self, name), own, self.target, self.tensor_parallel_size)
 
     @property
     def requires_tokens(self) -> bool:
@@ -321,7 +319,7 @@ class UpConfig(StackConfig, ListenConfig):
             name, allowed = self.http_flags[0], self.allow_plaintext
             check_plaintext(name, self.http_address, allowed=allowed, remedy=FRONT_TLS)
             problem = "speaks plaintext to the coordinator; with --tls-cert, start `specwire http` by itself"
-            check(not self.tls_cert, "http_address", self.http_address, problem)
+            self._check(not self.tls_cert, "http_address", problem)
 
     @property
     def requires_tokens(self) -> bool:
@@ -365,7 +363,7 @@ class TuneConfig(StackConfig):
         super().__post_init__()
         words = self.streams.split(",")
         is_valid = all(word.strip().isdigit() and 0 < int(word) <= 1 << 16 for word in words)
-        check(is_valid, "streams", self.streams, "must be numbers in [1, 65536], by commas")
+        self._check(is_valid, "streams", "must be numbers in [1, 65536], by commas")
 
     @property
     def num_streams(self) -> list[int]:

@@ -98,7 +98,6 @@ class _Server(uvicorn.Server):
 
 
 def _settings(config: HttpConfig, front: Front, connections: Connections) -> uvicorn.Config:
-    tls = _tls(config) if config.tls_cert else None
     settings = uvicorn.Config(
         connections.asking_to_close(front.app()),
         http=functools.partial(Connection, connections),  # type: ignore[arg-type]
@@ -111,7 +110,7 @@ def _settings(config: HttpConfig, front: Front, connections: Connections) -> uvi
         proxy_headers=False,
     )
     settings.load()
-    settings.ssl = tls
+    settings.ssl = _tls(config) if config.tls_cert else None
     return settings
 
 
