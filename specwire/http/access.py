@@ -128,7 +128,7 @@ class Labelled:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if ignored is not None and ignored.names:
+                if ignored:
                     headers["warning"] = warning(ignored)
                 if headers.get("content-type", "").startswith("text/event-stream"):
                     self._counts.first_token_s.add(entry.duration_s)
@@ -147,10 +147,10 @@ class Labelled:
 def warning(ignored: Ignored) -> str:
     """The header's value, of printable ASCII.
 
-    >>> warning(Ignored({"top_a": None, "mirostat": None}))
+    >>> warning({"top_a": None, "mirostat": None})
     '299 - "ignored: top_a, mirostat"'
     """
-    names = [json.dumps(name[:_MAX_NAME_LEN])[1:-1] for name in ignored.names][:_MAX_NAMES]
-    left_out = len(ignored.names) - len(names)
+    names = [json.dumps(name[:_MAX_NAME_LEN])[1:-1] for name in ignored][:_MAX_NAMES]
+    left_out = len(ignored) - len(names)
     text = ", ".join(names) + (f" and {left_out} more" if left_out else "")
     return f'299 - "ignored: {text}"'

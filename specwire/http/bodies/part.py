@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic
@@ -34,13 +33,8 @@ def _check_parts(content: Any) -> Any:
 
 
 OnlyText = BeforeValidator(_check_parts)
-
-
-@dataclass
-class Ignored:
-    """Unknown parameters of a request that were left out, in order; without it they are refused."""
-
-    names: dict[str, None] = field(default_factory=dict)
+Ignored = dict[str, None]
+"""Unknown parameters of a request that were left out, in order; without it they are refused."""
 
 
 class JsonObject(pydantic.BaseModel):
@@ -66,8 +60,8 @@ class JsonObject(pydantic.BaseModel):
         if not isinstance(given, dict) or given.keys() <= known:
             return given
         kept = {key: value for key, value in given.items() if key in known}
-        if isinstance(info.context, Ignored):
-            info.context.names.update(dict.fromkeys(key for key in given if key not in known))
+        if info.context is not None:
+            info.context.update(dict.fromkeys(key for key in given if key not in known))
             return kept
         first = next(key for key in given if key not in known)
         return kept | {first: given[first]}
