@@ -24,8 +24,8 @@ class Block(NamedTuple):
 
 
 def parse_skip(name: str, text: str) -> tuple[Block, ...]:
-    """The blocks that a list such as `a3,m3,m4` names, in order. Raises ConfigError, naming the flag and what
-    is no block, or is there twice."""
+    """The blocks that a list such as `a3,m3,m4` names, in order; ConfigError names what is none, or twice
+    there."""
     blocks = []
     for each in text.split(","):
         found = _NAME.fullmatch(each.strip())
@@ -43,7 +43,6 @@ def skip_text(blocks: Iterable[Block]) -> str:
 
 
 def check_layers(name: str, layers: str) -> None:
-    """`auto`, a file that `specwire search-layers` has written, or a list of blocks; else raises
-    ConfigError."""
+    """Refuse what is neither `auto`, nor a file of `specwire search-layers`, nor a list of blocks."""
     if layers not in ("", AUTO) and not Path(layers).is_file():
         parse_skip(name, layers)

@@ -72,8 +72,7 @@ class ClientConfig(ConnectionConfig):
 
     @property
     def credentials(self) -> dict[str, Any]:
-        """Credentials and trust, as arguments of `Client`; raises ConfigError if the token file cannot be
-        used."""
+        """Credentials and trust, as arguments of `Client`; ConfigError if the token file cannot be used."""
         token = read_token(self.token_file) if self.token_file else self.token
         return {"tls": self.server_tls, "token": token, "allow_plaintext": self.allow_plaintext}
 

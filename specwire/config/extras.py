@@ -41,8 +41,7 @@ _TO_PLACE = ("accelerate",)
 
 
 def require(what: str, extra: str) -> None:
-    """Refuse what cannot run in this environment, before anything starts: ConfigError names the missing
-    module.
+    """Refuse what cannot run here, before anything starts: ConfigError names the module that is missing.
 
     Args:
         what: what the user asked for, as the subject of the message: "specwire up".

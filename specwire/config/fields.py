@@ -114,8 +114,8 @@ FRONT_TLS = "start `specwire http` by itself, with --tls-cert"
 
 
 def check_plaintext(name: str, address: str, *, allowed: bool, remedy: str) -> None:
-    """Refuse plaintext beyond this machine, where it can be read and forged, unless it is allowed; the remedy
-    is what gives it TLS."""
+    """Refuse plaintext beyond this machine, where it can be read and forged, unless it is allowed; the error
+    names the remedy, which gives it TLS."""
     host, _ = split_address(name, address.removeprefix(DNS))
     problem = f"would be plaintext beyond this machine; {remedy}, or --allow-plaintext"
     check(allowed or is_loopback(host), name, address, problem)

@@ -10,8 +10,8 @@ _NO_SUCH_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 def check_free(host: str, port: int) -> None:
-    """Bind it, and close again; raises OSError. Like gRPC, take all IPv4 addresses for `::` where there is no
-    IPv6."""
+    """Bind it, and close again, or raise OSError. As gRPC does, take all IPv4 addresses for `::` where there
+    is no IPv6."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

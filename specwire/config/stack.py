@@ -54,7 +54,7 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
-    """The three services on this machine. `http_flags` are those that set `http_address`: one, or host and
+    """The three services on this machine. `http_flags` set `http_address`: one, or that of its host and its
     port."""
 
     http_flags: ClassVar[tuple[str, ...]] = ("http_address",)

@@ -64,8 +64,8 @@ TABLE: tuple[Metric[RequestCounts], ...] = (
 
 
 async def passed_on(address: str, accept: str) -> Response:
-    """The answer of the coordinator's endpoint at this address, empty for none: ApiError 404 without one, 503
-    if it does not answer."""
+    """The answer of the coordinator's endpoint at this address: ApiError 404 without one, 503 without an
+    answer."""
     if not address:
         raise ApiError(404, _OFF, code="metrics_off")
     try:

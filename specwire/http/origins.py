@@ -52,8 +52,8 @@ class Origins:
             await self._app(scope, receive, send)
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check that a request is for this front and, if a page sent it, that the page may use it: ApiError
-        403."""
+        """Check that a request is for this front and, if a page sent it, that the page may use it, or
+        ApiError 403."""
         host = headers.get("host", "").lower()
         name = _name(host)
         is_known = name in self._names or name == "localhost" or address_kind(name) != "unknown"

@@ -95,8 +95,7 @@ class Output:
         return [*self._told([Content(text)])] if text else []
 
     def end(self, *, is_cut: bool) -> list[Json]:
-        """The last events, of a text that may be cut, as it is too long; one without text is one empty
-        message."""
+        """The last events, of a text that may be cut at its limit; one without text is one empty message."""
         events = [*self._told(self._parser.flush() if self._parser else ())]
         if not self.items and self._open is None:
             events += self._next(_Message(0))

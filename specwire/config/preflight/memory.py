@@ -57,8 +57,8 @@ class _Footprint:
 
 
 def check(models: Sequence[Files]) -> None:
-    """Refuse what does not fit beside each other: ConfigError names the flag, what it needs and what there
-    is; or a file that is cut short."""
+    """Refuse what does not fit beside each other, and a file that is cut short. ConfigError names the flag,
+    what it needs and what there is."""
     by_device: dict[str, list[_Footprint]] = defaultdict(list)
     for files in models:
         if load := _footprint(files):

@@ -82,8 +82,7 @@ class Files:
 
 def check(files: Files) -> None:
     """Refuse quantised weights that transformers could not read or ranks not share, and a length over the
-    model's context, as far as its `config.json` says. ConfigError names the flag, the model and what to
-    do."""
+    model's context, as far as its `config.json` says. ConfigError says what to do."""
     wanted, asked = files.config.get("quantization_config"), files.model.max_model_len
     if found := missing_for(wanted, on_cuda=files.model.on_cuda):
         raise ConfigError(f"{files.model.given}: {found}")

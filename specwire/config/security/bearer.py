@@ -80,8 +80,8 @@ class Tokens:
         self._file = ReloadingFile([path], lambda: _read(path))
 
     def check(self, token: str) -> Principal:
-        """The principal of a token, which is compared with all in constant time. Raises UnauthenticatedError
-        of one that is empty, as none was sent, unknown, or expired."""
+        """The principal of a token, which is compared with all in constant time; it is empty where none was
+        sent. UnauthenticatedError if it is empty, unknown, or expired."""
         if not token:
             raise UnauthenticatedError("a bearer token is required")
         self._file.refresh()

@@ -68,8 +68,7 @@ def _mark(path: str) -> _Mark | None:
 
 
 def read_file(name: str, path: str) -> bytes:
-    """The content of a file. If it cannot be read, ConfigError has the path and the flag's or argument's
-    name."""
+    """The content of a file, or ConfigError, which names the flag or argument, and the path."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -74,8 +74,7 @@ class Credentials:
         return not (self.tls or self.token or self.token_file)
 
     def check(self, address: str) -> None:
-        """Refuse to send a token to `address` in plaintext beyond this machine: raises
-        InvalidRequestError."""
+        """Refuse to send a token to `address` in plaintext beyond this machine: InvalidRequestError."""
         exposed = (self.token or self.token_file) and self.tls is None and not self.allow_plaintext
         if exposed and not is_loopback(address.removeprefix("dns:///").rpartition(":")[0]):
             problem = f"is not sent to {address} in plaintext; use TLS, or allow plaintext explicitly"
@@ -98,7 +97,7 @@ PLAINTEXT = Credentials()
 
 
 def read_token(path: str) -> str:
-    """The token in a file, or ConfigError, naming that; white space around it is ignored."""
+    """The token in a file, or ConfigError, which names that; white space around it is ignored."""
     token = read_file("token file", path).decode("ascii", "replace").strip()
     if not token.isascii() or not token.isprintable() or not token or " " in token:
         raise ConfigError(f"token file {path}: does not hold one token")
@@ -123,7 +122,7 @@ def _no_password() -> str:
 
 
 def read_authorities(name: str, path: str) -> bytes:
-    """Certificates of authorities, or ConfigError, naming the file."""
+    """Certificates of authorities, or ConfigError, which names the file."""
     data = read_file(name, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))

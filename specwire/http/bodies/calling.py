@@ -72,8 +72,8 @@ class Calling(Sampled):
         return self._format
 
     def prepare(self, chat_template: str, tool_call_parser: str) -> None:
-        """Take note of how the model calls: as this parser is named or, if that is empty, as its chat
-        template has it, which may be empty too. Raises UnsupportedError if it is not known."""
+        """Take note of how the model calls: by the parser of that name or, without one, by its chat template,
+        which may be empty too. UnsupportedError if that is not known."""
         self._format = FORMATS[tool_call_parser] if tool_call_parser else detected(chat_template)
         if self.active_functions and not self.must_call and self._format is None:
             problem = (

@@ -48,7 +48,7 @@ class Message(JsonObject):
 
 
 def as_conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates read them: parts joined, arguments of calls as objects. ApiError 400 names the
+    """Messages as templates read them: parts joined, arguments of calls as objects; ApiError 400 names a
     field."""
     return [_as_turn(f"messages[{i}]", message) for i, message in enumerate(messages)]
 

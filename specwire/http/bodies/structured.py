@@ -43,8 +43,8 @@ class TextFormat(JsonObject):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def grammar(self) -> Grammar | None:
-        """What the output must match; None for any text. Raises ApiError 400 of a name or a schema that is
-        missing or not asked for, and as `grammar_of`."""
+        """What the output must match; None for any text. ApiError 400 of a name or a schema that is missing
+        or not asked for; errors of `grammar_of`."""
         for key, value in (("name", self.name), ("schema", self.schema_)):
             if (self.type == "json_schema") != (value is not None):
                 problem = "is required with type 'json_schema', and belongs to no other"
@@ -75,7 +75,7 @@ class Structured(JsonObject):
     structured_outputs: StructuredOutputs | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the output must match; None for any text. Raises ApiError 400 of several fields, and as
+        """What the output must match; None for any text. ApiError 400 of several fields; errors of
         `grammar_of`."""
         form, newer = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema if form else None
@@ -104,8 +104,7 @@ _KINDS = {"schema": "json_schema", "json": "json_schema", "grammar": "ebnf"}
 
 
 def grammar_of(param: str, value: Any, kind: str = "") -> Grammar:
-    """The grammar of one parameter, whose name ends with its kind if that is not given; InvalidRequestError
-    names it."""
+    """The grammar of one parameter, whose name ends with its kind if that is not given; errors name it."""
     ending = param.rpartition(".")[2].removeprefix("guided_")
     kind = kind or _KINDS.get(ending, ending)
     if value == []:

@@ -59,7 +59,7 @@ def _path(location: Iterable[str | int], *, unknown: bool) -> str:
 
 
 def check_size(body: RequestBody, max_prompt_bytes: int, max_total_bytes: int) -> None:
-    """Check the size of the prompts, which are sent once for each choice: as text, and of all choices'
+    """Check the size of the prompts, which are sent once for each choice: of each as text, and of all
     together. ApiError 400 if one is over its limit."""
     total = 0
     for prompt in body.prompts:
