@@ -15,14 +15,15 @@ _FLAG = """--speculative-config '{"method": "draft_model", "use_heterogeneous_vo
 def check(target: Files, draft: Files) -> None:
     """Refuse a draft that the coordinator would refuse when both are loaded; ConfigError says what to do."""
     what, beside = f"{draft.model.given}: ", target.model.given
-    is_encoder = [bool(files.config.get("is_encoder_decoder")) for files in (target, draft)]
+    pair = (target, draft)
+    is_encoder = [bool(files.config.get("is_encoder_decoder")) for files in pair]
     if is_encoder[0] != is_encoder[1]:
         one = "it" if is_encoder[1] else beside
         raise ConfigError(f"{what}does not fit {beside}: {one} is an encoder-decoder, and the other is not")
     if _bytes(target.directory) == _bytes(draft.directory) != b"":
         return
-    tokenizers = _fingerprint(target.directory), _fingerprint(draft.directory)
-    sizes = _vocab_size(target), _vocab_size(draft)
+    tokenizers = [_fingerprint(files.directory) for files in pair]
+    sizes = [int(files.config.get("vocab_size") or 0) for files in pair]
     if all(tokenizers) and tokenizers[0] != tokenizers[1]:
         raise ConfigError(
             f"{what}its tokenizer is not that of {beside}; give a draft of the same family, or {_FLAG}"
@@ -32,11 +33,6 @@ def check(target: Files, draft: Files) -> None:
             f"{what}its vocabulary has {sizes[1]} tokens, and that of {beside} {sizes[0]}; "
             "give a draft of the same family"
         )
-
-
-def _vocab_size(files: Files) -> int:
-    """0 if its config does not say."""
-    return int(files.config.get("vocab_size") or 0)
 
 
 def _bytes(directory: Path) -> bytes:

@@ -145,8 +145,7 @@ def _beside(config: VerifyConfig, target: Model) -> list[Model]:
     takes = OWN_METHODS[source].argument if source in OWN_METHODS else ""
     if takes != DIR or not Path(directory).is_dir():
         return []
-    whole = replace(target, name=source, source=directory, num_ranks=1, max_model_len=0)
-    return [whole]  # on each rank
+    return [replace(target, name=source, source=directory, num_ranks=1, max_model_len=0)]  # on each rank
 
 
 def _adapters(given: str, target: Model) -> list[Model]:
