@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from dataclasses import replace
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from specwire.cli.terminal import dim, legend, painted_chunk, printable
 from specwire.client.client import Client
@@ -41,7 +41,7 @@ class Chat:
         said: list[str] = []
         figures = _Figures()
         with (
-            _StatusLine(sys.stdout) as status,
+            _StatusLine() as status,
             contextlib.suppress(KeyboardInterrupt),
             self._client.stream(None, self._params, messages=asked, report_progress=True) as stream,
         ):
@@ -65,10 +65,9 @@ class Chat:
 class _StatusLine:
     """The bottom line while the body runs; nothing where the output is no terminal that can do it."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self) -> None:
         self._rows = 0
-        self._is_able = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._is_able = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
     def __enter__(self) -> Self:
         return self
@@ -93,8 +92,8 @@ class _StatusLine:
             self._rows = 0
 
     def _write(self, codes: str) -> None:
-        self._out.write(codes)
-        self._out.flush()
+        sys.stdout.write(codes)
+        sys.stdout.flush()
 
 
 class _Figures:

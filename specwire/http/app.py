@@ -33,7 +33,7 @@ from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from specwire.http.entry import Entry, Kind, caller_of, check_model
 from specwire.http.errors import ApiError
-from specwire.http.exchange import Answered, Choice, Exchange, refusal, refused
+from specwire.http.exchange import Answered, Exchange, refusal, refused
 from specwire.http.metrics import RequestCounts, passed_on
 from specwire.http.model import Models, ServedModel, Spell
 from specwire.http.openapi import Operation
@@ -207,7 +207,7 @@ class Front:
         # The choices of each prompt in turn; the seed of choice i is the given one plus i.
         seeds = [None if params.seed is None else params.seed + i for i in range(body.num_runs)]
         each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
-        choices = [Choice(prompt, params) for prompt in body.prompts for params in each]
+        choices = [(prompt, params) for prompt in body.prompts for params in each]
         return Exchange(self._client, choices, caller_of(request), answer, body)
 
 

@@ -67,13 +67,6 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def http_status(error: Exception) -> int:
-    if isinstance(error, ApiError):
-        return error.status
-    known = _BY_STATUS.get(error.status) if isinstance(error, SpecwireError) else None
-    return known[0] if known else 500
-
-
 def api_error(error: Exception) -> ApiError:
     """The error response of an exception; of a defect it reveals nothing, and the log has the details."""
     if isinstance(error, ApiError):

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -25,7 +25,7 @@ from specwire.http.answers import Answer, Json
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.part import Prompt
 from specwire.http.entry import Caller
-from specwire.http.errors import api_error
+from specwire.http.errors import ApiError, api_error
 from specwire.http.responses import ResponsesAnswer
 
 _STREAM_HEADERS = [
@@ -35,30 +35,25 @@ _STREAM_HEADERS = [
 ]
 
 
-def refusal(error: Exception) -> JSONResponse:
+def refusal(told: ApiError) -> JSONResponse:
     """An error as the whole response."""
-    told = api_error(error)
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
 def refused(scope: Scope, error: Exception) -> JSONResponse:
     """The same, which the request's span and its log record say too."""
-    spans.mark(scope["specwire.span"], error)
+    told = api_error(error)
+    spans.mark(scope["specwire.span"], error, told.status)
     mark_refused(scope, error)
-    return refusal(error)
+    return refusal(told)
 
 
 Answered = Answer | ResponsesAnswer
 """One response in the form of its API."""
+Choice = tuple[Prompt, SamplingParams]
+"""One generation to run."""
 Event = tuple[int, Chunk | Completion]
 """Index of a choice, and its chunk or completion, which is the last event of the choice."""
-
-
-class Choice(NamedTuple):
-    """One generation to run."""
-
-    prompt: Prompt
-    params: SamplingParams
 
 
 class Exchange(Response):
@@ -109,11 +104,11 @@ class Exchange(Response):
         """
         events: asyncio.Queue[Event | Exception] = asyncio.Queue(maxsize=1)
 
-        async def run(index: int, choice: Choice) -> None:
+        async def run(index: int, prompt: Prompt, params: SamplingParams) -> None:
             try:
                 async with self._client.stream(
-                    params=choice.params,
-                    **choice.prompt,
+                    params=params,
+                    **prompt,
                     token=self._caller.token,
                     traceparent=self._caller.span.context,
                     request_id=self._caller.request_id,
@@ -137,7 +132,7 @@ class Exchange(Response):
         tasks: list[asyncio.Task[None]] = []
         try:
             for index, choice in enumerate(self._choices):
-                tasks.append(asyncio.create_task(run(index, choice)))
+                tasks.append(asyncio.create_task(run(index, *choice)))
                 await asyncio.sleep(0)  # each may send a large prompt: let other tasks run in between
             yield taken()
         finally:
@@ -156,8 +151,9 @@ class Exchange(Response):
             await _send_events(send, self._answer.usage(self._in_order()))
             await send(_body(self._answer.end))
         except Exception as error:
-            spans.mark(self._caller.span, error)
-            await _send_events(send, self._answer.error(api_error(error).body()))
+            told = api_error(error)
+            spans.mark(self._caller.span, error, told.status)
+            await _send_events(send, self._answer.error(told.body()))
         await send(_body(b"", more=False))
 
     async def _send_event_of(self, send: Send, index: int, event: Any) -> None:

@@ -8,7 +8,6 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specwire.http.access import NO_RESPONSE, AccessEntry
-from specwire.http.errors import http_status
 from specwire.telemetry import semantics
 from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanKind, Tracing, error_type
 
@@ -68,7 +67,7 @@ class Traced:
         return self._tracer.span(name, kind=SpanKind.SERVER, parent=parent, attributes=attributes)
 
 
-def mark(span: Span, error: Exception) -> None:
-    """Note why a request fails; what its client did wrong is no error of the server."""
-    if http_status(error) >= 500:
+def mark(span: Span, error: Exception, status: int) -> None:
+    """Note why a request fails; what its client did wrong, by the status, is no error of the server."""
+    if status >= 500:
         span.fail(error_type(error), str(error))
