@@ -41,7 +41,13 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_model(
-    source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu", packs: bool = True
+    source: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    packs: bool = True,
+    kind: Any = AutoModelForCausalLM,
+    check: Callable[[Any], None] | None = None,
 ) -> Any:
     """Load a causal language model for the engine, and check that the engine reproduces its logits.
 
@@ -51,6 +57,8 @@ def load_model(
             their format.
         device: where to load it.
         packs: whether weights may be packed on a CPU; packed ones cannot learn.
+        kind: what loads it, of transformers' auto classes.
+        check: in place of `self_check`, for another kind.
 
     Returns:
         The transformers model in eval mode, with the engine's attention.
@@ -60,14 +68,15 @@ def load_model(
     """
     source = os.fspath(source)
     with errors_naming(source):
-        config = read_config(source)
+        config = read_config(source, may_encode=kind is not AutoModelForCausalLM)
+        wanted = weights_dtype(config, dtype, device)
         with naming_method(config):
-            model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
+            model = load_weights(source, wanted, kind=kind, **placement(config, device))
             if not is_quantised(config):
                 model = model.to(device)
             if packs:
                 pack_linears(model)
-            self_check(model)
+            (check or self_check)(model)
     return model
 
 
@@ -235,9 +244,9 @@ def self_check(model: Any) -> None:
     """
     attention.register()
     tokens = check_ids(model)
-    reference = _own_logits(model, tokens).repeat(2, 1)
+    reference = own_logits(model, tokens).repeat(2, 1)
     for runner in _runners(model, len(tokens)):
-        check_logits(model, _packed_logits(runner, tokens), reference, cause=lambda: _cause(model, tokens))
+        check_logits(model, packed_logits(runner, tokens), reference, cause=lambda: _cause(model, tokens))
 
 
 def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
@@ -269,7 +278,7 @@ def check_adapter(model: Any, number: int) -> None:
     """
     tokens = check_ids(model)
     with lora.running(torch.full((len(tokens),), number, device=model.device)):
-        reference = _own_logits(model, tokens).repeat(2, 1)
+        reference = own_logits(model, tokens).repeat(2, 1)
     for runner in _runners(model, len(tokens)):
         check_logits(model, _logits_beside(runner, tokens, number), reference)
 
@@ -293,8 +302,8 @@ def _cause(model: Any, tokens: list[int]) -> str:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "; the model takes no position_ids, and counts the row's tokens instead"
     order = torch.arange(len(tokens), device=model.device)
-    numbered = _own_logits(model, tokens, position_ids=order[None])
-    if relative_error(numbered, _own_logits(model, tokens)) > _TOLERANCE[torch.float32]:
+    numbered = own_logits(model, tokens, position_ids=order[None])
+    if relative_error(numbered, own_logits(model, tokens)) > _TOLERANCE[torch.float32]:
         return "; the model numbers positions in a way of its own, not from 0"
     return ""
 
@@ -338,21 +347,29 @@ def check_ids(model: Any, least: int = _CHECK_TOKENS) -> list[int]:
     return ids
 
 
-def _packed_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
-    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two chunks and then in one."""
+def packed_logits(
+    runner: ModelRunner, tokens: list[int], inputs: tuple[list[int], list[int]] = ([], [])
+) -> Tensor:
+    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two chunks and then in one.
+
+    Args:
+        inputs: what an encoder reads before each.
+    """
     first = len(tokens) // 2
     with runner.new_sequence() as pieces, runner.new_sequence() as whole:
+        pieces.encoder_len, whole.encoder_len = map(len, inputs)
         pieces.committed_len = first
         wrong = tokens[first : first + 3][::-1]
-        start = runner.forward([Feed(pieces, tokens[:first] + wrong, first + len(wrong))])[:first]
-        pieces.truncate(first)
-        rest = len(tokens) - first
-        both = runner.forward([Feed(pieces, tokens[first:], rest), Feed(whole, tokens, len(tokens))])
+        begun = Feed(pieces, inputs[0] + tokens[:first] + wrong, first + len(wrong))
+        start = runner.forward([begun])[:first]
+        pieces.truncate(len(inputs[0]) + first)
+        rest = Feed(pieces, tokens[first:], len(tokens) - first)
+        both = runner.forward([rest, Feed(whole, inputs[1] + tokens, len(tokens))])
     return torch.cat([start, both])
 
 
 @torch.inference_mode()
-def _own_logits(model: Any, tokens: list[int], **keywords: Any) -> Tensor:
+def own_logits(model: Any, tokens: list[int], **keywords: Any) -> Tensor:
     """The model's own eager forward without any cache, float32 [num_tokens, vocab_size]."""
     with eager(model):
         ids = torch.tensor([tokens], device=model.device)
