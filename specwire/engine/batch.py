@@ -121,6 +121,11 @@ class Segment(NamedTuple):
     encoder_len: int = 0
 
     @property
+    def rows(self) -> slice:
+        """Of its tokens in the row."""
+        return slice(self.query_offset, self.query_offset + self.num_query)
+
+    @property
     def first_query(self) -> int:
         """Its first token in the row, as an index in the sequence."""
         return self.cache_len - self.num_query
@@ -173,18 +178,6 @@ class Segments(Sequence[Segment]):
         self.trees = trees
         self.encoder_lens = encoder_lens
 
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Segments:
-        """The columns of single ones; columns as they are."""
-        if isinstance(segments, Segments):
-            return segments
-        ends = [segment.query_offset + segment.num_query for segment in segments]
-        trees = {i: segment.tree for i, segment in enumerate(segments) if segment.tree is not None}
-        tables = [array("i", segment.pages) for segment in segments]
-        columns = cls([0, *ends], [segment.cache_len for segment in segments], tables, 0, trees)
-        columns._each = list(segments)
-        return columns
-
     @property
     def max_query(self) -> int:
         """Most tokens of one sequence in the row."""
@@ -219,19 +212,11 @@ class Segments(Sequence[Segment]):
     @cached_property
     def _each(self) -> list[Segment]:
         columns = zip(self.query_offsets, self.query_offsets[1:], self.cache_lens, self.tables, strict=False)
-        size, trees, encoder_lens = self.page_size, self.trees, self.encoder_lens or [0] * len(self)
-        return [
-            Segment(
-                start,
-                end - start,
-                cache_len,
-                runs_of(pages, cache_len, size),
-                pages,
-                trees.get(i),
-                encoder_lens[i],
-            )
-            for i, (start, end, cache_len, pages) in enumerate(columns)
-        ]
+        encoder_lens, found = self.encoder_lens or [0] * len(self), []
+        for i, (start, end, length, pages) in enumerate(columns):
+            runs = runs_of(pages, length, self.page_size)
+            found.append(Segment(start, end - start, length, runs, pages, self.trees.get(i), encoder_lens[i]))
+        return found
 
     def __len__(self) -> int:
         return len(self.cache_lens)
@@ -304,12 +289,15 @@ class Batch(NamedTuple):
 
     def _between(self, start: int, end: int) -> Batch:
         some = slice(start, end)
-        rows = self.rows[(self.rows >= start) & (self.rows < end)] - start
-        copies = self.copies if start == 0 else None
-        segments = self.segments.between(start, end)
-        adapters = None if self.adapters is None else self.adapters[some]
-        part = Batch(self.token_ids[some], self.positions[some], self.slots[some], segments, rows, copies)
-        return part._replace(adapters=adapters)
+        return Batch(
+            self.token_ids[some],
+            self.positions[some],
+            self.slots[some],
+            self.segments.between(start, end),
+            self.rows[(self.rows >= start) & (self.rows < end)] - start,
+            copies=self.copies if start == 0 else None,
+            adapters=None if self.adapters is None else self.adapters[some],
+        )
 
 
 class Packer:
@@ -434,7 +422,7 @@ def _without_inputs(
     """The decoder's part of a batch, with what the encoder reads apart.
 
     Args:
-        encoder_lens, lengths, num_rows: of each sequence; its length is that before the pass.
+        lengths: of each sequence, before the pass.
     """
     segments = batch.segments
     num_query = [*map(operator.sub, segments.query_offsets[1:], segments.query_offsets)]

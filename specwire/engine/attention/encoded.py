@@ -54,7 +54,6 @@ class DecoderBatch(PackedBatch):
     """
 
     takes_bias: ClassVar = True
-    uses_tables: ClassVar = False
 
     cross: dict[nn.Module, LayerCache] = field(kw_only=True)
     input_slots: Tensor = field(kw_only=True)

@@ -15,11 +15,11 @@ operations over gathered pages (`dense.py`), which a step with a tree always tak
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specwire.engine.attention import dense, varlen, views
-from specwire.engine.batch import Segment, Segments
+from specwire.engine.batch import Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import UnsupportedError
 from specwire.rule.transfer import to_device
@@ -71,17 +71,16 @@ class PackedBatch:
         page_size: slots in a page.
         recurrence: what recurrent layers run through; None without any.
         adapters: int64 [num_tokens], see `Batch`; None if no token has one.
+        uses_tables: whether kernels for page tables may run; else pages are read as views.
     """
 
-    uses_tables: ClassVar = True
-    """Whether kernels for page tables may run; else pages are read as views."""
-
     slots: Tensor
-    segments: Sequence[Segment]
+    segments: Segments
     layers: dict[nn.Module, LayerCache]
     page_size: int
     recurrence: Any = None
     adapters: Tensor | None = None
+    uses_tables: bool = True
     _plans: dict[tuple[int | None, int, bool, int], views.ReadPlan] = field(init=False, default_factory=dict)
 
     def attend(
@@ -102,7 +101,7 @@ class PackedBatch:
     @cached_property
     def _over_tables(self) -> dense.TableAttention:
         """The segments as block tables, on a GPU."""
-        segments, device = Segments.of(self.segments), self.slots.device
+        segments, device = self.segments, self.slots.device
         words = to_device(segments.words(), device) if segments.trees else None
 
         def positions() -> Tensor:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -320,7 +320,7 @@ class BlockRunner(KeepingRunner):
         """The states of the draft tokens after these, [n, num_drafts, state_size]."""
         self._copy(batch)
         slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
-        packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
+        packed = _Block(slots, batch.segments, self._layers, self.pool.page_size, uses_tables=False)
         embedded = self.embedded(self.block(token_ids))
         context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
         states = self._run_drafter(embedded, context, positions, packed)
@@ -383,8 +383,6 @@ class _Context:
 @dataclass
 class _Block(attention.PackedBatch):
     """Blocks of several sequences: the tokens of each see one another and the sequence before them."""
-
-    uses_tables: ClassVar = False
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         window, group = scoring.sliding_window, query.shape[1] // layer.keys.shape[1]

@@ -43,7 +43,7 @@ from specwire.engine.model.drafter import (
     read_tensors,
     target_ids,
 )
-from specwire.engine.model.mtp import MtpBatch, without_first
+from specwire.engine.model.mtp import without_first
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -412,6 +412,6 @@ class Eagle3Runner(KeepingRunner):
         )
         given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
         _, segments = without_first(batch, 1)
-        packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+        packed = attention.PackedBatch(slots, segments, self._layers, self.pool.page_size, uses_tables=False)
         found = self._nodes.add(query, self._drafter(given, token_ids, positions, packed))
         return self._spread(self._drafter.logits(found), self._drafter.target_ids)

@@ -122,6 +122,7 @@ class EncoderDecoderRunner(ModelRunner):
             batch.segments,
             self._layers,
             self.pool.page_size,
+            uses_tables=False,
             cross=self._cross,
             input_slots=to_device(inputs.slots, self.device),
         )

@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -163,7 +162,7 @@ class MtpRunner(NotingRunner):
                 to_device(part[kept], self.device)
                 for part in (batch.slots, previous, batch.token_ids, batch.positions)
             )
-            packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+            packed = PackedBatch(slots, segments, self._layers, self.pool.page_size, uses_tables=False)
             given = states if number == first else None
             read = self._known(number).keys[before, 0] if given is None else given
             after = self._layer(number, read.to(self.model.dtype), token_ids, positions, packed)
@@ -188,15 +187,9 @@ class MtpRunner(NotingRunner):
         return self._layers[self._mtp.layers[number]]
 
 
-@dataclass
-class MtpBatch(PackedBatch):
-    """A packed row whose segments skip the first keys, which kernels for page tables cannot."""
-
-    uses_tables: ClassVar = False
-
-
 def without_first(batch: Batch, num_first: int) -> tuple[npt.NDArray[np.bool_], Segments]:
-    """A row without the first tokens of its sequences, and with these hidden from all others.
+    """A row without the first tokens of its sequences, and with these hidden from all others, which kernels
+    for page tables cannot do.
 
     Returns:
         Which tokens of the row are left, bool [num_tokens], and the segments of these.

@@ -199,7 +199,7 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still read the block
         num_tokens = self._fill_tokens(row)
-        self._fill_segments(row.segments if row else Segments.of(()), num_tokens)
+        self._fill_segments(row.segments if row else Segments([0], [], [], 0, {}), num_tokens)
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
