@@ -228,7 +228,7 @@ def _device_ms(runner: ModelRunner, num_steps: int) -> list[float]:
         for token in (300, 301, 302):
             runner.forward([Feed(cache, [token])])
         steps = runner._padded
-        bucket = next(b for b in reversed(steps._recorded) if b.num_tokens == 1)
+        bucket = next(b for b in reversed(steps.recorded) if b.num_tokens == 1)
 
         def run() -> None:
             for _ in range(num_steps):

@@ -121,9 +121,7 @@ class Runner(abc.ABC):
         """Wait until the device has finished the step; called after its answer was applied."""
 
     def check(self) -> None:  # noqa: B027
-        """Raises:
-        DeviceLostError: as for `run`.
-        """
+        """Raises DeviceLostError as `run` does."""
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:  # noqa: B027
         """Restart the device, with empty caches, after a DeviceLostError; gives up once it is not wanted.

@@ -192,8 +192,7 @@ class EmulatedRunner(Runner):
             return batch.positions[batch.rows] + 1, batch.token_ids[batch.rows]
 
     def end_step(self) -> None:
-        """Sleep for the rest of the step's emulated time, precise to a few microseconds: how much sleeps
-        overrun is measured and subtracted."""
+        """Sleep for the rest of the step's time, to a few microseconds: what sleeps overrun is subtracted."""
         due_s = self._due_s
         asleep_s = due_s - time.perf_counter() - self._oversleep_s
         if asleep_s > 0:

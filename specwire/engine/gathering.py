@@ -42,10 +42,6 @@ class Gathering:
             sequence.turnaround_ns = job.arrived_ns - sequence.answered_ns
         self.expected.discard(sequence)
 
-    def discard(self, sequence: TokenSequence) -> None:
-        """The sequence was closed, or goes on without its stream."""
-        self.expected.discard(sequence)
-
     def remaining_s(self) -> float:
         """How long the next step may still wait, in seconds."""
         return max(0, self._deadline_ns - clock.stopwatch_ns()) / 1e9 if self.expected else 0.0

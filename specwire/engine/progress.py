@@ -40,7 +40,7 @@ class Watchdog:
         """An operation begins or has ended.
 
         Args:
-            usual_s: what it usually takes; 0 if its time is negligible.
+            usual_s: what it usually takes; 0 if that is negligible.
             least_s: lower bound of `limit_s`.
         """
         self.limit_s = max(least_s, _TIMES_USUAL * usual_s)
@@ -57,12 +57,11 @@ class Watchdog:
 
     @property
     def hangs(self) -> bool:
-        """Whether it has been silent for longer than the current operation may take."""
         return self.quiet_s > self.limit_s
 
     @property
     def silent_s(self) -> float:
-        """How long a device that hangs has been silent, in seconds; 0 while it makes progress."""
+        """How long a device that hangs has been silent; 0 while it makes progress."""
         return self.quiet_s if self.hangs else 0.0
 
     async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
@@ -87,14 +86,11 @@ class Watchdog:
                 await on_change(not hangs)
 
     def check(self) -> None:
-        """Raises:
-        ServiceUnavailableError: the device hangs.
-        """
+        """Raises ServiceUnavailableError while the device hangs."""
         if self.hangs:
             raise self._error()
 
     def _error(self) -> ServiceUnavailableError:
-        """What the requests on a device that hangs fail with."""
         return ServiceUnavailableError(
             f"the device hangs: one pass takes over {self.quiet_s:.1f} s, {self.limit_s:.1f} allowed"
         )

@@ -132,8 +132,8 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         """The message that carries these, and is written now."""
 
     async def serve(self, messages: AsyncIterator[Any]) -> None:
-        """Until the coordinator has no more requests and all are answered, or the service shuts down and no
-        sequence is open."""
+        """Until all requests are answered and no more come, or the service shuts down and no sequence is
+        open."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_all)
             stack.enter_context(self._limits.drain.closing(self._changed.set))
@@ -216,10 +216,8 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         self._changed.set()
 
     def of(self, sequence_id: int) -> OpenSequence[State] | None:
-        """The sequence of a request; None if there is none.
-
-        It was closed by now, as by an error that is on its way, or was never opened, which is reported.
-        """
+        """The sequence of a request; None if it was closed, as by an error that is on its way, or never
+        opened, which is reported."""
         found = self.sequences.get(sequence_id)
         if found is None and not 0 < sequence_id <= self._last_id:
             self._report(sequence_id, InvalidRequestError("sequence_ids", sequence_id, "was never opened"))
@@ -232,9 +230,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
     # --- sequences ------------------------------------------------------------------------------------
 
     def _open(self, message: common_pb2.OpenSequence) -> None:
-        """Raises:
-        InvalidRequestError: the id was used before, which is no error of one sequence.
-        """
+        """Raises InvalidRequestError where the id was used before, which is no error of one sequence."""
         sequence_id = message.sequence_id
         if sequence_id <= self._last_id:
             raise InvalidRequestError(

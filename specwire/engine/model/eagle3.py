@@ -65,9 +65,9 @@ class Settings(NamedTuple):
     Attributes:
         layer: transformers' config of the layer.
         layer_ids: layers of the target whose inputs are read, in ascending order.
-        norm_before_residual: whether the layer adds to the normalised state.
-        norm_before_fc: whether one norm covers the states that are read; with `fc_norm` each has its own.
-        norm_output: whether the next state is taken after the last norm.
+        norm_before_residual: the layer adds to the normalised state.
+        norm_before_fc: one norm covers the states that are read; with `fc_norm` each has its own.
+        norm_output: the next state is taken after the last norm.
     """
 
     layer: Any
@@ -300,11 +300,7 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
 
 
 def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Take all parameters from a file.
-
-    Raises:
-        ModelLoadError: one is missing or of another shape, or the file has one that is not known.
-    """
+    """Take all parameters from a file, which must have these and no others."""
     wanted = drafter.state_dict()
     for problem, names in (
         ("lacks", wanted.keys() - tensors.keys()),
@@ -330,7 +326,7 @@ def self_check(model: Any, drafter: Eagle3) -> None:
 
 @torch.inference_mode()
 def _reference(model: Any, drafter: Eagle3, tokens: Sequence[int]) -> Tensor:
-    """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, all of which are draft tokens but the
+    """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, which are draft tokens but for the
     first: by passes over the whole text, without any cache."""
     with loading.eager(model):
         token_ids = torch.tensor(tokens, device=model.device)
@@ -362,11 +358,7 @@ class _Whole:
 
 
 class Eagle3Runner(KeepingRunner):
-    """As `ModelRunner`; fills the pages for EAGLE-3, and runs it.
-
-    Args:
-        drafter: of the model.
-    """
+    """As `ModelRunner`; fills the pages for EAGLE-3, and runs it."""
 
     _has_previous = True
 

@@ -71,7 +71,7 @@ def self_check(model: Any) -> None:
     """As `loading.self_check`: two sequences with inputs of their own share the passes.
 
     Raises:
-        ModelLoadError: it has no start token, or the logits differ: the engine does not compute this model.
+        ModelLoadError: it has no start token, or the logits differ.
     """
     first_tokens(model)
     attention.register()
@@ -143,14 +143,11 @@ class EncoderDecoderRunner(ModelRunner):
     def _decoded(
         self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, states: Tensor
     ) -> Tensor:
-        """A packed row of decoder tokens.
+        """Logits [num_tokens, vocab_size] of a packed row of decoder tokens, in the model's dtype.
 
         Args:
             token_ids, positions: int64 [num_tokens].
             states: of the inputs whose keys and values the cross-attentions are to compute.
-
-        Returns:
-            [num_tokens, vocab_size] in the model's dtype.
         """
         self._positions = positions
         try:
@@ -187,15 +184,11 @@ class EncoderDecoderRunner(ModelRunner):
 
 
 class _Known(EncoderDecoderCache):  # type: ignore[misc]
-    """What transformers takes for its cache in a pass without new inputs: cross-attentions compute no keys.
-
-    Those of self-attentions pass through, and are kept by `DecoderBatch`.
-    """
+    """What transformers takes for its cache in a pass without new inputs: cross-attentions compute no keys,
+    and those of self-attentions pass through, to be kept by `DecoderBatch`."""
 
     def __init__(self, nothing: Tensor) -> None:
-        """Args:
-        nothing: [1, 1, 0, 1], what the cross-attentions are given instead of keys and values.
-        """
+        """Cross-attentions are given `nothing`, [1, 1, 0, 1], instead of keys and values."""
         layer = SimpleNamespace(keys=nothing, values=nothing)
         passing = SimpleNamespace(
             layers=_Same(layer),

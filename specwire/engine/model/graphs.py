@@ -42,6 +42,9 @@ class PaddedSteps:
         buckets: the sizes.
         replay: how they are captured.
         scratch_slot: slot that padding tokens write to.
+
+    Attributes:
+        recorded: captured steps.
     """
 
     def __init__(
@@ -57,13 +60,8 @@ class PaddedSteps:
         self._device = device
         self._scratch_slot = scratch_slot
         self._inputs: dict[Bucket, StepInputs] = {}
-        self._recorded: dict[Bucket, Callable[[], Tensor]] = {}
+        self.recorded: dict[Bucket, Callable[[], Tensor]] = {}
         self._num_used: Counter[Bucket] = Counter()
-
-    @property
-    def num_recorded(self) -> int:
-        """Number of captured buckets."""
-        return len(self._recorded)
 
     def run(self, row: Batch) -> Tensor | None:
         """Logits float32 [len(row.rows), vocab_size], in new memory; None if the row fits no bucket."""
@@ -74,7 +72,9 @@ class PaddedSteps:
         self._num_used[bucket] += 1
         if self._num_used[bucket] == _RECORD_AT:
             self._record(bucket)
-        return self._logits(bucket)[: len(row.rows)].to(torch.float32, copy=True)
+        replay = self.recorded.get(bucket)
+        logits = replay() if replay else self.run_model(self._inputs[bucket])
+        return logits[: len(row.rows)].to(torch.float32, copy=True)
 
     def warm(self) -> None:
         """Capture the buckets of a single stream, so that its first rounds need not wait for that."""
@@ -86,7 +86,7 @@ class PaddedSteps:
     def stop_replaying(self) -> None:
         """Run padded steps eagerly from now on."""
         self._replay = None
-        self._recorded.clear()
+        self.recorded.clear()
 
     def new_inputs(self, bucket: Bucket) -> StepInputs:
         """Memory for the inputs of a size."""
@@ -99,15 +99,11 @@ class PaddedSteps:
 
     def _record(self, bucket: Bucket) -> None:
         """Running a step more than once is harmless: it writes the same keys to the same slots."""
-        if self._replay is None or bucket in self._recorded or len(self._recorded) >= MAX_GRAPHS:
+        if self._replay is None or bucket in self.recorded or len(self.recorded) >= MAX_GRAPHS:
             return
         inputs = self._inputs[bucket]
         try:
-            self._recorded[bucket] = self._replay.capture(lambda: self.run_model(inputs))
+            self.recorded[bucket] = self._replay.capture(lambda: self.run_model(inputs))
         except Exception as error:
             log.warning("steps run without CUDA graphs: %s", str(error).partition("\n")[0])
             self._replay = None
-
-    def _logits(self, bucket: Bucket) -> Tensor:
-        replay = self._recorded.get(bucket)
-        return replay() if replay else self.run_model(self._inputs[bucket])

@@ -1,8 +1,8 @@
 """Loads a model, or reports exactly why it cannot be served: refuse, never approximate.
 
-A model must pass three checks: its config describes a causal language model; all of
-its weights are in the checkpoint; and its logits through the paged engine, in chunks and after a rollback,
-equal its own. The last check needs no list of supported models.
+A model must pass three checks: its config describes a causal language model; all of its weights are in the
+checkpoint; and its logits through the paged engine, in chunks and after a rollback, equal its own. The last
+check needs no list of supported models.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def read_config(source: str, *, may_encode: bool = False) -> Any:
     """The config of a model, checked as far as possible without its weights.
 
     Args:
-        may_encode: whether it may be an encoder-decoder.
+        may_encode: it may be an encoder-decoder.
 
     Raises:
         ModelLoadError: there is none, or it describes a model that cannot be served.
@@ -126,8 +126,8 @@ def check_config(config: Any) -> None:
     """Refuse a model by its config if the engine cannot serve it.
 
     Raises:
-        ModelLoadError: an encoder-decoder, no causal language model, recurrent state, or attention that the
-            engine cannot replace.
+        ModelLoadError: an encoder-decoder, no causal language model, recurrent state that transformers' cache
+            does not have, or attention that the engine cannot replace.
     """
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -154,7 +154,7 @@ def is_recurrent(config: Any) -> bool:
 
 
 def _model_class(config: Any) -> Any:
-    """transformers' class of the causal language model. Errors as of `check_config`."""
+    """transformers' class of the causal language model."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config(decoder=True)
@@ -311,10 +311,7 @@ def _cause(model: Any, tokens: list[int]) -> str:
 def check_logits(
     model: Any, logits: Tensor, reference: Tensor, cause: Callable[[], str] = lambda: ""
 ) -> None:
-    """Compare the engine's logits with the model's own.
-
-    Args:
-        cause: what the error says further.
+    """Compare the engine's logits with the model's own; `cause` is what the error says further.
 
     Raises:
         ModelLoadError: they differ.

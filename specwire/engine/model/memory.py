@@ -1,4 +1,4 @@
-"""Memory of a device, for the size of the KV cache."""
+"""The device that a service computes on, and its memory, for the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,38 @@ from specwire.config.preflight.memory import free_host_bytes, total_host_bytes
 from specwire.config.services import ModelServiceConfig
 from specwire.engine.cache.kv_cache import MOST_NAMED_STATES
 from specwire.engine.model.recurrent import MOST_STATES
-from specwire.errors import ModelLoadError
+from specwire.errors import ConfigError, ModelLoadError
+
+
+def select_device(name: str) -> torch.device:
+    """The device of this name; a CUDA device becomes the calling thread's current one.
+
+    Raises:
+        ConfigError: torch does not know the device, or this machine does not have it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device {name}: is neither cpu nor cuda nor cuda:N") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(f"--device {name}: only cpu and cuda are served")
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_devices:
+        raise ConfigError(f"--device {name}: torch {torch.__version__} finds no CUDA device here")
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= num_devices:
+        raise ConfigError(f"--device {name}: the last of {num_devices} devices is cuda:{num_devices - 1}")
+    torch.cuda.set_device(device)  # kernels and graphs run on the current device
+    return device
 
 
 def num_pages(
     config: ModelServiceConfig, device: torch.device, num_sharing: int = 1
 ) -> int | Callable[[int, int], int]:
-    """Pages of the KV cache; where memory decides, a function of the bytes of one, and of those of a
-    state of the recurrent layers; for all states that there may be, room is left. It raises a ModelLoadError
-    where less than one page fits.
+    """Pages of the KV cache; where memory decides, a function of the bytes of one, and of a state of the
+    recurrent layers, for all of which room is left. It raises a ModelLoadError where less than a page fits.
 
     Args:
         num_sharing: processes that share the device's memory evenly.
