@@ -42,11 +42,8 @@ class Feed(NamedTuple):
 
 
 class Feeds(Sequence[Feed]):
-    """What the sequences of a pass contribute, as columns; one by one they are made when they are read.
-
-    Attributes:
-        caches, token_ids, num_rows, trees: as in `Feed`.
-    """
+    """What the sequences of a pass contribute, see `Feed`, as columns; one by one they are made when they are
+    read."""
 
     __slots__ = ("caches", "num_rows", "token_ids", "trees")
 
@@ -73,7 +70,6 @@ class Feeds(Sequence[Feed]):
         return columns
 
     def add(self, feed: Feed) -> None:
-        """One more."""
         cache, token_ids, num_rows, tree = feed
         self.caches.append(cache)
         self.token_ids.append(token_ids)
@@ -94,8 +90,6 @@ class Feeds(Sequence[Feed]):
         return len(self.caches)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         return Feed(self.caches[index], self.token_ids[index], self.num_rows[index], self.trees[index])
 
 
@@ -107,7 +101,6 @@ class Segment(NamedTuple):
         num_query: its tokens in the row, at least 1.
         cache_len: tokens in its cache, those of the row included.
         runs: the slots of its cache, in token order.
-        pages: its page table.
         tree: the tree that tokens of the row are in, if any are.
         encoder_len: first tokens of the cache, which are the input of an encoder, and never in the row.
     """
@@ -127,12 +120,12 @@ class Segment(NamedTuple):
 
     @property
     def first_query(self) -> int:
-        """Its first token in the row, as an index in the sequence."""
+        """Index of its first token of the row in the sequence."""
         return self.cache_len - self.num_query
 
     @property
     def num_common(self) -> int:
-        """Tokens of its cache that come before all of its tokens in the row, and on the path of each."""
+        """First tokens of its cache that are on the path of each of its tokens in the row."""
         return self.first_query if self.tree is None else min(self.first_query, self.tree.start)
 
     @property
@@ -144,7 +137,7 @@ class Segment(NamedTuple):
 
     @property
     def words(self) -> IntArray:
-        """int64 [num_query], the nodes of the tree that its tokens in the row see, see `TokenTree.words`."""
+        """int64 [num_query], what its tokens in the row see, see `TokenTree.words`."""
         if self.tree is None:
             return np.zeros(self.num_query, dtype=np.int64)
         return self.tree.words(self.first_query, self.cache_len)
@@ -155,11 +148,10 @@ class Segments(Sequence[Segment]):
 
     Args, Attributes:
         query_offsets: [n + 1], each one's first token in the row, and the end of the last one.
-        cache_lens: [n], tokens in each one's cache, those of the row included.
-        tables: [n], their page tables.
+        cache_lens, encoder_lens: [n], see `Segment`; the latter empty without an encoder.
+        tables: [n], page tables.
         page_size: slots in a page.
         trees: of those that have tokens of a tree in the row, by index.
-        encoder_lens: [n], see `Segment`; empty without an encoder.
     """
 
     def __init__(
@@ -226,7 +218,7 @@ class Segments(Sequence[Segment]):
 
 
 class EncoderInputs(NamedTuple):
-    """What the encoder of an encoder-decoder reads in a pass: inputs of sequences that begin in it.
+    """Inputs of sequences that begin in a pass, which the encoder of an encoder-decoder reads.
 
     Attributes:
         token_ids: int64 [num_tokens], of one input after another.
@@ -304,7 +296,6 @@ class Packer:
     """Reserves slots for the tokens of sequences, and assembles batches.
 
     Args:
-        pool: the pages.
         num_embeddings: exclusive upper bound of token ids.
         context_len: maximum tokens of one sequence, without the input of an encoder; None for no limit.
         batch_invariant: refuse trees, whose tokens attend together.
@@ -419,11 +410,7 @@ class Packer:
 def _without_inputs(
     batch: Batch, encoder_lens: Sequence[int], lengths: Sequence[int], num_rows: Sequence[int]
 ) -> Batch:
-    """The decoder's part of a batch, with what the encoder reads apart.
-
-    Args:
-        lengths: of each sequence, before the pass.
-    """
+    """The decoder's part of a batch, with what the encoder reads apart; lengths are those before the pass."""
     segments = batch.segments
     num_query = [*map(operator.sub, segments.query_offsets[1:], segments.query_offsets)]
     num_read = [0 if length else num for num, length in zip(encoder_lens, lengths, strict=True)]
@@ -442,7 +429,7 @@ def _without_inputs(
 
 
 def _rows(num_rows: Sequence[int], offsets: Sequence[int]) -> IntArray:
-    """The tokens whose logits are wanted: the last `num_rows` of each feed, which ends at the next offset."""
+    """Where logits are wanted: the last `num_rows` tokens of each feed, which ends at the next offset."""
     if sum(num_rows) == offsets[-1]:
         return np.arange(offsets[-1])
     firsts = np.array(offsets[1:]) - num_rows

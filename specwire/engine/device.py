@@ -32,8 +32,7 @@ class DraftCost(NamedTuple):
         num_passes: one after another, of whatever drafts.
         num_nodes: that these ran, of all sequences.
         num_hosted: passes after which the host chose tokens, where the device can choose those of chains.
-        spent_ns: for all passes.
-        prefill_ns: for beginnings of sequences, before them.
+        spent_ns, prefill_ns: for all passes, and before them for beginnings of sequences.
     """
 
     num_passes: int = 0

@@ -24,11 +24,7 @@ class Gathering:
         self._deadline_ns = 0
 
     def expect(self, answered: Sequence[TokenSequence], patience_ns: int, now_ns: int) -> None:
-        """These sequences were answered now.
-
-        Args:
-            patience_ns: longest wait that can be worth its time.
-        """
+        """These sequences were answered now; no wait beyond `patience_ns` can be worth its time."""
         for sequence in answered:
             sequence.answered_ns = now_ns
         self.expected = {sequence for sequence in answered if 0 < sequence.turnaround_ns <= patience_ns}

@@ -216,10 +216,7 @@ class Job:
 
 
 def check_job(job: Job, extra_len: int, *, context_len: int, vocab_size: int) -> None:
-    """Refuse a job that cannot be run.
-
-    Args:
-        extra_len: tokens that may be added to the sequence while it runs.
+    """Refuse a job that cannot be run; `extra_len` tokens may be added to the sequence while it runs.
 
     Raises:
         InvalidRequestError: no committed token, or one outside the vocabulary.

@@ -65,11 +65,8 @@ class Watchdog:
         return self.quiet_s if self.hangs else 0.0
 
     async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
-        """Look for beats until cancelled.
-
-        Args:
-            on_change: called with whether the device makes progress, whenever that has changed.
-        """
+        """Look for beats until cancelled; `on_change` is called with whether the device makes progress,
+        whenever that has changed."""
         looked_ns, was_hung = clock.stopwatch_ns(), False
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

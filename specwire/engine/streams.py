@@ -40,8 +40,7 @@ class OpenSequence(Generic[State]):
     """One open sequence.
 
     Attributes:
-        tokens: in the engine.
-        state: what the service keeps for it.
+        tokens, state: in the engine, and what the service keeps for it.
         resources: freed when it is closed.
         num_unanswered: requests that an answer is still to come to.
         held: requests that wait for its grammar; None once it is compiled.
@@ -57,12 +56,8 @@ class OpenSequence(Generic[State]):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What limits the sequences of all streams of a service.
-
-    Attributes:
-        drain: of the server; sequences are its running requests.
-        slots: that sequences of authenticated callers hold.
-    """
+    """What limits the sequences of all streams of a service: they are running requests of the server that
+    drains, and those of authenticated callers hold slots."""
 
     drain: Drain = field(default_factory=Drain)
     slots: Slots = field(default_factory=lambda: Slots("sequences"))
@@ -102,11 +97,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
     def __init__(
         self, service: ModelService, write: Callable[[Any], Any], limits: Limits, caller: Principal
     ) -> None:
-        """Nothing is open yet.
-
-        Args:
-            write: a coroutine function that writes a message.
-        """
+        """Nothing is open yet; `write` is a coroutine function that writes a message."""
         self.service = service
         self.sequences: dict[int, OpenSequence[State]] = {}
         self.is_half_closed = False

@@ -129,7 +129,7 @@ def test_large_steps_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padded, "QUERY_SIZES", (1, 8))
     twins = _Twins("llama", EagerReplay())
     assert twins.padded._padded is not None
-    monkeypatch.setattr(twins.padded._padded, "_logits", lambda *_: pytest.fail("padded"))
+    monkeypatch.setattr(twins.padded._padded, "run_model", lambda *_: pytest.fail("padded"))
     twins.open(2)
     twins.step([9, 3])  # more queries of one sequence than a bucket has
 

@@ -105,12 +105,8 @@ class DenseStep:
 
 
 class TableAttention:
-    """Attention of a step over block tables, by torch's kernel where it supports a layer; else dense.
-
-    Args:
-        positions: returns those of `DenseStep`, where they are needed.
-        page_size, words: see there.
-    """
+    """Attention of a step over block tables, by torch's kernel where it supports a layer; else dense, see
+    `DenseStep`, whose positions are computed where they are needed."""
 
     def __init__(
         self, tables: BlockTables, positions: Callable[[], Tensor], page_size: int, words: Tensor | None
@@ -126,7 +122,6 @@ class TableAttention:
         return find_variant(layer, self._page_size, query.shape[1], scoring)
 
     def attend(self, variant: Variant | None, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one layer; query and result as in `views.view_attention`."""
         if variant is not None:
             if self._varlen is None:
                 self._varlen = VarlenStep(self.tables, self._page_size)

@@ -71,7 +71,7 @@ class PackedBatch:
         page_size: slots in a page.
         recurrence: what recurrent layers run through; None without any.
         adapters: int64 [num_tokens], see `Batch`; None if no token has one.
-        uses_tables: whether kernels for page tables may run; else pages are read as views.
+        uses_tables: kernels for page tables may run; else pages are read as views.
     """
 
     slots: Tensor
@@ -86,7 +86,6 @@ class PackedBatch:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         if query.is_cuda and self.uses_tables:
@@ -100,7 +99,6 @@ class PackedBatch:
 
     @cached_property
     def _over_tables(self) -> dense.TableAttention:
-        """The segments as block tables, on a GPU."""
         segments, device = self.segments, self.slots.device
         words = to_device(segments.words(), device) if segments.trees else None
 
@@ -111,7 +109,7 @@ class PackedBatch:
         return dense.TableAttention(tables, positions, self.page_size, words)
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
-        """The read plan for layers like this one; made once a step for each kind."""
+        """The read plan for layers like this one."""
         group, fused = query.shape[1] // layer.keys.shape[1], views.can_fuse(layer, scoring)
         kind = scoring.sliding_window, group, fused
         key = *kind, id(scoring.bias)
@@ -188,8 +186,7 @@ _registered = paged_attention
 def register() -> None:
     """Register the attention function with transformers under `ATTENTION_NAME`; may be repeated.
 
-    No mask function is registered: without one, transformers' mask builders return None at once, which is
-    what `PackedBatch` needs.
+    Without a mask function, transformers' mask builders return None at once, as `PackedBatch` needs it.
     """
     AttentionInterface.register(ATTENTION_NAME, _registered)
 

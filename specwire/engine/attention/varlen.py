@@ -54,7 +54,6 @@ class BlockTables(NamedTuple):
 
 
 def block_tables(segments: Segments, device: torch.device) -> BlockTables:
-    """The block tables of these segments, on the device."""
     return BlockTables(
         to_device(np.array(segments.query_offsets, np.int32), device),
         to_device(np.array(segments.cache_lens, np.int32), device),
@@ -77,7 +76,7 @@ class Variant(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """The properties of a layer that the kernel's behaviour may depend on."""
+    """What the kernel's behaviour may depend on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -106,9 +105,6 @@ class VarlenStep:
     """The sequences of a step as the kernel reads them; made once and shared by all layers.
 
     Nothing depends on a value that is only known on the device, so it can be captured in a CUDA graph.
-
-    Args:
-        page_size: slots in a page.
     """
 
     def __init__(self, tables: BlockTables, page_size: int) -> None:

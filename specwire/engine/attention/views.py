@@ -144,10 +144,8 @@ def _ordered(plan: ReadPlan, device: torch.device) -> ReadPlan:
 
 
 class _View(NamedTuple):
-    """The keys that one segment's queries may see: token `first_key` and those after it.
-
-    Those of an encoder's input are before it.
-    """
+    """The keys from token `first_key` on, which one segment's queries may see; an encoder's input is before
+    it."""
 
     segment: Segment
     first_key: int
@@ -247,10 +245,8 @@ def _stacked(num_query: int, group: int) -> int:
 
 
 def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: Tensor) -> Tensor:
-    """Additive mask, see `Read`; its last query and last key are the same token.
-
-    Whether a query sees a key depends on their distance only, so one template is enough for all lengths.
-    """
+    """Additive mask, see `Read`; its last query and last key are the same token. It depends on their distance
+    only, so one template is enough for all lengths."""
     if num_query > _MAX_STACKED_QUERIES:
         return _build_mask(num_query, num_keys, window, 1, keys.dtype, keys.device)
     capacity = max(256, 1 << (num_keys - 1).bit_length())
@@ -259,7 +255,7 @@ def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: T
 
 
 def _tree_mask(segment: Segment, first_key: int, window: int | None, group: int, keys: Tensor) -> Tensor:
-    """Additive mask as `_mask`, for the keys from `first_key` on; without a window all see the first ones."""
+    """As `_mask`, for the keys from `first_key` on; without a window all see the first ones."""
     first = first_key if window is not None else max(first_key, segment.num_common)
     positions, words = torch.from_numpy(segment.positions), torch.from_numpy(segment.words)
     unseen = unseen_keys(positions, words, torch.arange(first, segment.cache_len), window)
@@ -286,14 +282,8 @@ _mask_template = functools.lru_cache(maxsize=64)(_build_mask)
 
 
 def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
-    """Attention over views of the pages.
-
-    Args:
-        query: [1, num_query_heads, num_tokens, head_dim].
-
-    Returns:
-        [1, num_tokens, num_query_heads, value_dim].
-    """
+    """Attention over views of the pages: of queries [1, num_query_heads, num_tokens, head_dim], the results
+    [1, num_tokens, num_query_heads, value_dim]."""
     num_heads, num_tokens, _ = query.shape[1:]
     num_kv_heads, value_dim = layer.values.shape[1:]
     # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
@@ -345,7 +335,7 @@ def _keys_and_values(layer: LayerCache, runs: Sequence[Run]) -> tuple[Tensor, Te
 
 
 def _scored(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
-    """Attention with scores computed here, in blocks of queries. Shapes as in `_fused`."""
+    """As `_fused`, with scores computed here, in blocks of queries."""
     keys, values = (each[0] for each in _keys_and_values(layer, read.runs))
     num_queries, mask = len(query), read.mask
     if read.is_causal:
@@ -370,7 +360,7 @@ def _score_block(
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention weights float32 from raw scores [num_kv_heads, group, num_query, num_keys] (overwritten)."""
+    """Weights float32 from raw scores [num_kv_heads, group, num_query, num_keys] (overwritten)."""
     scores *= scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh_(scores.div_(scoring.softcap)).mul_(scoring.softcap)

@@ -71,13 +71,10 @@ class GrammarMatcher:
         return found
 
     def forced(self, output: list[int], num_tokens: int) -> list[int]:
-        """At most so many tokens of the text that must follow the output, the longest at each place.
+        """At most so many tokens of the text that must follow the output, the longest at each place; errors
+        as of `fill`.
 
         xgrammar finds this text at once, and all of it: `(a{1000}){1000}` takes it 0.1 s.
-
-        Raises:
-            InvalidRequestError: the grammar does not allow the output.
-            ResourceExhaustedError: it takes too long.
         """
         started_s = time.thread_time()
         found: list[int] = []
@@ -164,11 +161,8 @@ def _links(parents: Sequence[int], num_nodes: int) -> tuple[npt.NDArray[np.int64
 
 
 class LazyMasks:
-    """The masks of one sequence in a pass, computed when they are first read.
-
-    Attributes:
-        error: why there are none; set when they are read.
-    """
+    """The masks of one sequence in a pass, computed when they are first read; `error` says then why there are
+    none. Arguments as of `GrammarMatcher.fill`."""
 
     def __init__(
         self,
@@ -177,7 +171,6 @@ class LazyMasks:
         draft_token_ids: Sequence[int],
         parents: Sequence[int],
     ) -> None:
-        """Arguments as of `GrammarMatcher.fill`."""
         self.error: SpecwireError | None = None
         self._fill: Callable[[], Bits] | None = lambda: matcher.fill(output, draft_token_ids, parents)
         self._found: Bits | None = None

@@ -203,7 +203,7 @@ class Eagle3(nn.Module):
     """The drafter. Its parameters have the names that they have in files, but for its layer.
 
     Args:
-        has_embedding: whether embeddings are its own.
+        has_embedding: embeddings are its own.
 
     Attributes:
         target_ids: int64 [draft_vocab_size], of its own ids.
@@ -300,7 +300,8 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
 
 
 def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Take all parameters from a file, which must have these and no others."""
+    """Take all parameters from a file; a ModelLoadError names one that it lacks, has besides, or in another
+    shape."""
     wanted = drafter.state_dict()
     for problem, names in (
         ("lacks", wanted.keys() - tensors.keys()),
@@ -316,7 +317,6 @@ def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def self_check(model: Any, drafter: Eagle3) -> None:
-    """See `check_drafts`."""
     tokens = loading.check_ids(model, _CHECK_TOKENS)
     runner = Eagle3Runner(model, drafter, num_pages=2 * len(tokens), page_size=4)
     before, chain = tokens[:-_NUM_CHECKED], tokens[-_NUM_CHECKED:]
@@ -368,7 +368,6 @@ class Eagle3Runner(KeepingRunner):
         super().__init__(model, drafter.settings.layer_ids, **pages)
 
     def _reduced(self) -> Tensor:
-        """Of the latest pass, [num_tokens, size]."""
         return self._drafter.reduced([each[0] for each in self._taken()])
 
     @torch.inference_mode()

@@ -202,10 +202,9 @@ def load_weights(source: str | None, dtype: str, *, kind: Any = AutoModelForCaus
     """The model with every weight taken from the checkpoint; none may be initialised at random.
 
     Args:
-        source: directory or hub id; None where `keywords` have the weights.
+        source: directory or hub id; None where `keywords`, for `from_pretrained`, have the weights.
         dtype: the name of a torch dtype, or `auto`.
         kind: what loads it, of transformers' auto classes.
-        keywords: for `from_pretrained`.
 
     Raises:
         ModelLoadError: a weight is missing or has another shape.
@@ -250,10 +249,7 @@ def self_check(model: Any) -> None:
 
 
 def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
-    """Attach adapters to a model, and check each of them.
-
-    Args:
-        directories: as peft writes them, by the names of the adapters.
+    """Attach adapters, by their names in directories as peft writes them, to a model, and check each of them.
 
     Raises:
         ModelLoadError: naming the flag, the adapter and the reason.

@@ -107,7 +107,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def _factors(path: str, pair: Mapping[str, Tensor], config: Mapping[str, Any]) -> Factors:
-    """Those of a layer, scaled as peft does."""
+    """Those of a layer, scaled as peft does; a ModelLoadError where tensors and config do not fit."""
     targets = config["target_modules"]
     if isinstance(targets, str):
         is_named = targets == "all-linear" or re.fullmatch(targets, path) is not None

@@ -49,12 +49,12 @@ def num_pages(
     num_states = MOST_STATES * config.max_sequences + MOST_NAMED_STATES
 
     def fitting(page_bytes: int, state_bytes: int) -> int:
-        free = free_bytes(device)
+        free, total = free_and_total_bytes(device)
         if config.kv_cache_memory:  # of what is free now
             fraction = config.kv_cache_memory / num_sharing
             what, left = f"--kv-cache-memory {fraction}", int(free * fraction)
         else:  # with the model and all else
-            total, utilization = total_bytes(device), config.gpu_memory_utilization
+            utilization = config.gpu_memory_utilization
             what = f"--gpu-memory-utilization {utilization}"
             left = (int(total * utilization) - (total - free)) // num_sharing
         if not page_bytes:
@@ -70,14 +70,9 @@ def num_pages(
     return fitting if config.fills_memory else config.num_pages
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a CUDA device, or on the host within its cgroup."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # include what loading freed
-        return int(torch.cuda.mem_get_info(device)[0])
-    return free_host_bytes()
-
-
-def total_bytes(device: torch.device) -> int:
-    """Bytes of a CUDA device, or of the host within its cgroup."""
-    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else total_host_bytes()
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of a CUDA device, or of the host within its cgroup: those that can be allocated, and all."""
+    if device.type != "cuda":
+        return free_host_bytes(), total_host_bytes()
+    torch.cuda.empty_cache()  # include what loading freed
+    return torch.cuda.mem_get_info(device)

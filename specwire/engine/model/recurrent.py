@@ -44,10 +44,8 @@ State = dict[int, Any]
 
 @torch.inference_mode()
 def wrap(model: Any) -> int:
-    """Let passes with a `Recurrence` run the model's recurrent layers through it; may be repeated.
-
-    Returns:
-        How many there are: modules whose code updates the states of a transformers cache.
+    """Let passes with a `Recurrence` run the model's recurrent layers through it; may be repeated. Returns
+    how many there are: modules whose code updates the states of a transformers cache.
 
     Raises:
         ModelLoadError: one takes or returns something else than a layer's states.
@@ -157,7 +155,7 @@ class Recurrence(Cache):  # type: ignore[misc]
 
         Args:
             own: the layer itself, on sequences of equal length, [batch, num_tokens, size].
-            by_token: whether it takes one token at a time after a state.
+            by_token: it takes one token at a time after a state.
         """
         output = torch.empty_like(hidden)
         for pieces, rows in self._batches:

@@ -118,7 +118,7 @@ class ModelRunner(Runner):
         probe = self._probe()
         if shows_states:
             self._states = States(model)
-        self.kv_bytes_per_token = sum(shape.bytes_per_token for shape in probe.shapes.values())
+        self.kv_bytes_per_token = sum(each.key.nbytes + each.value.nbytes for each in probe.shapes.values())
         if callable(num_pages):
             num_pages = num_pages(self.kv_bytes_per_token * page_size, self.state_bytes)
         self.pool = PagePool(num_pages, page_size)
