@@ -24,7 +24,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.prompts import PROMPTS, own_tokenizer
 from benchmarks.report import say
 from specwire import embedded
-from specwire.engine.model.hardware import select_device
+from specwire.engine.model.memory import select_device
 
 SHAPE_TINY = widen.Shape(hidden_size=256, num_layers=7, num_heads=8, num_kv_heads=4, intermediate_size=704)
 

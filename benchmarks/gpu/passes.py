@@ -228,11 +228,11 @@ def _device_ms(runner: ModelRunner, num_steps: int) -> list[float]:
         for token in (300, 301, 302):
             runner.forward([Feed(cache, [token])])
         steps = runner._padded
-        bucket = next(b for b in reversed(steps._recorded) if b.num_tokens == 1)
+        bucket = next(b for b in reversed(steps.recorded) if b.num_tokens == 1)
 
         def run() -> None:
             for _ in range(num_steps):
-                steps._logits(bucket)
+                steps.recorded[bucket]()
 
         with torch.inference_mode():
             return [timed_s(run, runner.device) / num_steps * 1e3 for _ in range(5)]

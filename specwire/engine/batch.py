@@ -42,11 +42,8 @@ class Feed(NamedTuple):
 
 
 class Feeds(Sequence[Feed]):
-    """What the sequences of a pass contribute, as columns; one by one they are made when they are read.
-
-    Attributes:
-        caches, token_ids, num_rows, trees: as in `Feed`.
-    """
+    """What the sequences of a pass contribute, see `Feed`, as columns; one by one they are made when they are
+    read."""
 
     __slots__ = ("caches", "num_rows", "token_ids", "trees")
 
@@ -73,7 +70,6 @@ class Feeds(Sequence[Feed]):
         return columns
 
     def add(self, feed: Feed) -> None:
-        """One more."""
         cache, token_ids, num_rows, tree = feed
         self.caches.append(cache)
         self.token_ids.append(token_ids)
@@ -94,8 +90,6 @@ class Feeds(Sequence[Feed]):
         return len(self.caches)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         return Feed(self.caches[index], self.token_ids[index], self.num_rows[index], self.trees[index])
 
 
@@ -107,7 +101,6 @@ class Segment(NamedTuple):
         num_query: its tokens in the row, at least 1.
         cache_len: tokens in its cache, those of the row included.
         runs: the slots of its cache, in token order.
-        pages: its page table.
         tree: the tree that tokens of the row are in, if any are.
         encoder_len: first tokens of the cache, which are the input of an encoder, and never in the row.
     """
@@ -121,13 +114,18 @@ class Segment(NamedTuple):
     encoder_len: int = 0
 
     @property
+    def rows(self) -> slice:
+        """Of its tokens in the row."""
+        return slice(self.query_offset, self.query_offset + self.num_query)
+
+    @property
     def first_query(self) -> int:
-        """Its first token in the row, as an index in the sequence."""
+        """Index of its first token of the row in the sequence."""
         return self.cache_len - self.num_query
 
     @property
     def num_common(self) -> int:
-        """Tokens of its cache that come before all of its tokens in the row, and on the path of each."""
+        """First tokens of its cache that are on the path of each of its tokens in the row."""
         return self.first_query if self.tree is None else min(self.first_query, self.tree.start)
 
     @property
@@ -139,7 +137,7 @@ class Segment(NamedTuple):
 
     @property
     def words(self) -> IntArray:
-        """int64 [num_query], the nodes of the tree that its tokens in the row see, see `TokenTree.words`."""
+        """int64 [num_query], what its tokens in the row see, see `TokenTree.words`."""
         if self.tree is None:
             return np.zeros(self.num_query, dtype=np.int64)
         return self.tree.words(self.first_query, self.cache_len)
@@ -150,11 +148,10 @@ class Segments(Sequence[Segment]):
 
     Args, Attributes:
         query_offsets: [n + 1], each one's first token in the row, and the end of the last one.
-        cache_lens: [n], tokens in each one's cache, those of the row included.
-        tables: [n], their page tables.
+        cache_lens, encoder_lens: [n], see `Segment`; the latter empty without an encoder.
+        tables: [n], page tables.
         page_size: slots in a page.
         trees: of those that have tokens of a tree in the row, by index.
-        encoder_lens: [n], see `Segment`; empty without an encoder.
     """
 
     def __init__(
@@ -172,18 +169,6 @@ class Segments(Sequence[Segment]):
         self.page_size = page_size
         self.trees = trees
         self.encoder_lens = encoder_lens
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Segments:
-        """The columns of single ones; columns as they are."""
-        if isinstance(segments, Segments):
-            return segments
-        ends = [segment.query_offset + segment.num_query for segment in segments]
-        trees = {i: segment.tree for i, segment in enumerate(segments) if segment.tree is not None}
-        tables = [array("i", segment.pages) for segment in segments]
-        columns = cls([0, *ends], [segment.cache_len for segment in segments], tables, 0, trees)
-        columns._each = list(segments)
-        return columns
 
     @property
     def max_query(self) -> int:
@@ -219,19 +204,11 @@ class Segments(Sequence[Segment]):
     @cached_property
     def _each(self) -> list[Segment]:
         columns = zip(self.query_offsets, self.query_offsets[1:], self.cache_lens, self.tables, strict=False)
-        size, trees, encoder_lens = self.page_size, self.trees, self.encoder_lens or [0] * len(self)
-        return [
-            Segment(
-                start,
-                end - start,
-                cache_len,
-                runs_of(pages, cache_len, size),
-                pages,
-                trees.get(i),
-                encoder_lens[i],
-            )
-            for i, (start, end, cache_len, pages) in enumerate(columns)
-        ]
+        encoder_lens, found = self.encoder_lens or [0] * len(self), []
+        for i, (start, end, length, pages) in enumerate(columns):
+            runs = runs_of(pages, length, self.page_size)
+            found.append(Segment(start, end - start, length, runs, pages, self.trees.get(i), encoder_lens[i]))
+        return found
 
     def __len__(self) -> int:
         return len(self.cache_lens)
@@ -241,7 +218,7 @@ class Segments(Sequence[Segment]):
 
 
 class EncoderInputs(NamedTuple):
-    """What the encoder of an encoder-decoder reads in a pass: inputs of sequences that begin in it.
+    """Inputs of sequences that begin in a pass, which the encoder of an encoder-decoder reads.
 
     Attributes:
         token_ids: int64 [num_tokens], of one input after another.
@@ -304,19 +281,21 @@ class Batch(NamedTuple):
 
     def _between(self, start: int, end: int) -> Batch:
         some = slice(start, end)
-        rows = self.rows[(self.rows >= start) & (self.rows < end)] - start
-        copies = self.copies if start == 0 else None
-        segments = self.segments.between(start, end)
-        adapters = None if self.adapters is None else self.adapters[some]
-        part = Batch(self.token_ids[some], self.positions[some], self.slots[some], segments, rows, copies)
-        return part._replace(adapters=adapters)
+        return Batch(
+            self.token_ids[some],
+            self.positions[some],
+            self.slots[some],
+            self.segments.between(start, end),
+            self.rows[(self.rows >= start) & (self.rows < end)] - start,
+            copies=self.copies if start == 0 else None,
+            adapters=None if self.adapters is None else self.adapters[some],
+        )
 
 
 class Packer:
     """Reserves slots for the tokens of sequences, and assembles batches.
 
     Args:
-        pool: the pages.
         num_embeddings: exclusive upper bound of token ids.
         context_len: maximum tokens of one sequence, without the input of an encoder; None for no limit.
         batch_invariant: refuse trees, whose tokens attend together.
@@ -431,11 +410,7 @@ class Packer:
 def _without_inputs(
     batch: Batch, encoder_lens: Sequence[int], lengths: Sequence[int], num_rows: Sequence[int]
 ) -> Batch:
-    """The decoder's part of a batch, with what the encoder reads apart.
-
-    Args:
-        encoder_lens, lengths, num_rows: of each sequence; its length is that before the pass.
-    """
+    """The decoder's part of a batch, with what the encoder reads apart; lengths are those before the pass."""
     segments = batch.segments
     num_query = [*map(operator.sub, segments.query_offsets[1:], segments.query_offsets)]
     num_read = [0 if length else num for num, length in zip(encoder_lens, lengths, strict=True)]
@@ -454,7 +429,7 @@ def _without_inputs(
 
 
 def _rows(num_rows: Sequence[int], offsets: Sequence[int]) -> IntArray:
-    """The tokens whose logits are wanted: the last `num_rows` of each feed, which ends at the next offset."""
+    """Where logits are wanted: the last `num_rows` tokens of each feed, which ends at the next offset."""
     if sum(num_rows) == offsets[-1]:
         return np.arange(offsets[-1])
     firsts = np.array(offsets[1:]) - num_rows

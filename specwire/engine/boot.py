@@ -113,8 +113,8 @@ class ModelService:
 
     @contextlib.asynccontextmanager
     async def watched(self, on_change: Callable[[bool], Awaitable[None]]) -> AsyncIterator[None]:
-        """Watch for a hung device while the body runs; see `Engine.watch`."""
-        watching = asyncio.create_task(self.engine.watch(on_change))
+        """Watch for a hung device while the body runs; see `Watchdog.watch`."""
+        watching = asyncio.create_task(self.engine.watchdog.watch(on_change))
         try:
             yield
         finally:
@@ -206,9 +206,7 @@ def _drafting(config: ModelServiceConfig, runner: Any) -> Any:
 def _log_start(
     role: str, config: ModelServiceConfig, info: ModelInfo, num_kv_tokens: int, kv_bytes: int
 ) -> None:
-    """Args:
-    kv_bytes: of a token in the KV cache; 0 where that is not known.
-    """
+    """Say what is served; `kv_bytes` are of a token in the KV cache, 0 where that is not known."""
     size = f", {gigabytes(num_kv_tokens * kv_bytes)}" if kv_bytes else ""
     own = f"; drafts by its own {info.own_source}" if info.own_source else ""
     cache = f"KV cache of {num_kv_tokens} tokens{size}"

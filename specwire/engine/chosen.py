@@ -47,7 +47,7 @@ def decoded(
     Args:
         runner: a `ModelRunner`.
         caches: of their sequences, which hold what the logits follow.
-        rows: of the next token of each, where `kind_of` all is `kind`.
+        rows: of the next token of each, all of this kind.
         logits, num_ranked: see `choice`.
     """
     if kind.matched == GUMBEL and num_steps * logits.numel() > _MOST_NOISE:

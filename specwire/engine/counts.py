@@ -16,10 +16,9 @@ class EngineStatus:
         num_steps: forward passes, those of single jobs after a failed step included.
         num_tokens: tokens run in them.
         step_ns: time of all steps.
-        step_sizes: [NUM_STEP_SIZES] number of steps by batch size: up to 1, 2, 4, 8, ... and any number of
-            sequences.
+        step_sizes: [NUM_STEP_SIZES] steps by batch size: up to 1, 2, 4, 8, ... and any number of sequences.
         step_sequences: sum of the batch sizes of all steps.
-        silent_s: how long a device that hangs has been silent, in seconds; 0 while it makes progress.
+        silent_s: how long a device that hangs has been silent; 0 while it makes progress.
     """
 
     num_steps: int = 0
@@ -35,12 +34,10 @@ class EngineStatus:
     silent_s: float = 0.0
 
     def add_pass(self, num_tokens: int) -> None:
-        """A forward pass ended."""
         self.num_steps += 1
         self.num_tokens += num_tokens
 
     def add_step(self, num_sequences: int, step_ns: int) -> None:
-        """A step ended."""
         self.step_ns += step_ns
         self.step_sequences += num_sequences
         self.step_sizes[min((num_sequences - 1).bit_length(), NUM_STEP_SIZES - 1)] += 1

@@ -32,8 +32,7 @@ class DraftCost(NamedTuple):
         num_passes: one after another, of whatever drafts.
         num_nodes: that these ran, of all sequences.
         num_hosted: passes after which the host chose tokens, where the device can choose those of chains.
-        spent_ns: for all passes.
-        prefill_ns: for beginnings of sequences, before them.
+        spent_ns, prefill_ns: for all passes, and before them for beginnings of sequences.
     """
 
     num_passes: int = 0
@@ -121,9 +120,7 @@ class Runner(abc.ABC):
         """Wait until the device has finished the step; called after its answer was applied."""
 
     def check(self) -> None:  # noqa: B027
-        """Raises:
-        DeviceLostError: as for `run`.
-        """
+        """Raises DeviceLostError as `run` does."""
 
     def recover(self, is_wanted: Callable[[], bool]) -> None:  # noqa: B027
         """Restart the device, with empty caches, after a DeviceLostError; gives up once it is not wanted.

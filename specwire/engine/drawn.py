@@ -34,11 +34,7 @@ class Drawn(NamedTuple):
 
     @classmethod
     def matched(cls, token_ids: IntArray, *candidates: Any) -> Self:
-        """For rows where tokens are matched.
-
-        Args:
-            candidates: if they are wanted, what `choices.likeliest` returns.
-        """
+        """For rows where tokens are matched; `candidates` are what `choices.likeliest` returns, if wanted."""
         if not candidates:
             return cls(token_ids.tolist())
         ranked, lengths, shares = (column.tolist() for column in candidates)

@@ -5,10 +5,10 @@ the cache's bookkeeping and all services are the real ones; only the forward pas
 table. For measuring the system rather than a model, and for capacity planning.
 
 The distribution at a position depends on (position, token before it), through a hash: four tokens of the
-lower half of the vocabulary with probabilities 0.4, 0.3, 0.2, 0.1. The draft's distribution equals the
-target's with probability alpha, independently at each position, and otherwise prefers tokens that the target
-never emits: so every rule accepts each draft token with probability alpha, as the closed forms of Leviathan
-et al. (2023) assume.
+lower half of the vocabulary with probabilities 0.4, 0.3, 0.2, 0.1. The draft's equals the target's with
+probability alpha, independently at each position, and otherwise prefers tokens that the target never emits:
+so every rule accepts each draft token with probability alpha, as in the closed forms of Leviathan et al.
+(2023).
 
 Where the two differ and tokens are matched, the target's token is the draft's second choice with probability
 `runner_up`, else the third choice with the same probability, and so on: 0.55 is close to a trained pair under
@@ -76,11 +76,7 @@ class EmulatedModel:
 
     @classmethod
     def parse(cls, source: str) -> EmulatedModel:
-        """Read `emulated:name=value,...`.
-
-        Raises:
-            ModelLoadError: naming what is unknown or out of range.
-        """
+        """Read `emulated:name=value,...`; a ModelLoadError names what is unknown or out of range."""
         kinds: dict[str, type[float]] = {
             field.name: int if isinstance(field.default, int) else float for field in fields(cls)
         }
@@ -103,7 +99,6 @@ class EmulatedModel:
         return model
 
     def describe(self) -> dict[str, object]:
-        """The description for the handshake."""
         return {
             "context_len": self.context_len,
             "vocab_size": self.vocab_size,
@@ -192,8 +187,7 @@ class EmulatedRunner(Runner):
             return batch.positions[batch.rows] + 1, batch.token_ids[batch.rows]
 
     def end_step(self) -> None:
-        """Sleep for the rest of the step's emulated time, precise to a few microseconds: how much sleeps
-        overrun is measured and subtracted."""
+        """Sleep for the rest of the step's time, to a few microseconds: what sleeps overrun is subtracted."""
         due_s = self._due_s
         asleep_s = due_s - time.perf_counter() - self._oversleep_s
         if asleep_s > 0:

@@ -15,11 +15,11 @@ from specwire.engine.schedule import Step
 class StepExecutor:
     """Engine thread only.
 
-    Attributes:
-        drafting: of the last step.
-
     Args:
         prefix_sharing: make complete pages known, so that other sequences find them.
+
+    Attributes:
+        drafting: of the last step.
     """
 
     def __init__(

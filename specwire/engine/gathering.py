@@ -24,11 +24,7 @@ class Gathering:
         self._deadline_ns = 0
 
     def expect(self, answered: Sequence[TokenSequence], patience_ns: int, now_ns: int) -> None:
-        """These sequences were answered now.
-
-        Args:
-            patience_ns: longest wait that can be worth its time.
-        """
+        """These sequences were answered now; no wait beyond `patience_ns` can be worth its time."""
         for sequence in answered:
             sequence.answered_ns = now_ns
         self.expected = {sequence for sequence in answered if 0 < sequence.turnaround_ns <= patience_ns}
@@ -40,10 +36,6 @@ class Gathering:
         sequence = job.sequence
         if sequence.answered_ns:
             sequence.turnaround_ns = job.arrived_ns - sequence.answered_ns
-        self.expected.discard(sequence)
-
-    def discard(self, sequence: TokenSequence) -> None:
-        """The sequence was closed, or goes on without its stream."""
         self.expected.discard(sequence)
 
     def remaining_s(self) -> float:

@@ -56,13 +56,12 @@ class TokenSequence:
 
     @property
     def seed(self) -> int:
-        """The stream's seed; streams without one are refused when they open."""
+        """Streams without one are refused when they open."""
         assert self.params.seed is not None
         return self.params.seed
 
     @cached_property
     def encoded(self) -> Encoded:
-        """Its sampling parameters as columns read them."""
         return Encoded.of(self.params, self.seed)
 
     def masks(
@@ -74,7 +73,7 @@ class TokenSequence:
         return LazyMasks(self.grammar, list(tokens[self.prompt_len :]), draft_token_ids, parents)
 
     def row(self, history: Sequence[int], position: int, base_len: int) -> Row:
-        """How the token after a history is sampled; other arguments as of `Row`."""
+        """How the token after a history is sampled; see `Row`."""
         masks = self.masks(history)
         return Row(self.params, self.prompt_len, history, position, self.seed, base_len, masks)
 
@@ -86,9 +85,9 @@ class TokenSequence:
     def rebase(self, base_len: int, token_ids: Sequence[int]) -> None:
         """Roll back to `base_len` tokens, then commit `token_ids` after them.
 
-        Tokens that the sequence already holds, such as accepted drafts, stay in its cache; those of a tree
-        move together there. The exception is the last committed token: its logits are needed for the next
-        draft position, so it is run again.
+        Tokens that it already holds, such as accepted drafts, stay in its cache, and those of a tree move
+        together there; but the last committed token is run again, since its logits are needed for the next
+        position.
 
         Raises:
             PrefixMismatchError: fewer than `base_len` tokens are held before a tree; nothing is changed.
@@ -154,8 +153,8 @@ class TokenSequence:
 class Job:
     """One or more forward passes on a sequence, then a result; subclasses define both.
 
-    What to run next follows from the sequence: its tokens that the cache lacks. So a sequence that lost its
-    cache to another one simply runs its tokens again.
+    What to run next are the sequence's tokens that the cache lacks, so a sequence that lost its cache to
+    another one simply runs its tokens again.
 
     Attributes:
         num_rows: how many of the last tokens to run need logits.
@@ -197,31 +196,27 @@ class Job:
 
     @property
     def committed_len(self) -> int:
-        """Length of the sequence when the job's tokens are committed, drafts not counted."""
+        """Length of the sequence without drafts."""
         return self.base_len + len(self.token_ids)
 
     @property
     def pending(self) -> list[int]:
-        """Tokens to run next, in order."""
         return self.sequence.tokens[self.sequence.cache.length :]
 
     @property
     def is_prefill(self) -> bool:
-        """True while many tokens must be run without logits: a prompt, or a cache that was lost."""
+        """Whether many tokens must be run without logits: a prompt, or a cache that was lost."""
         sequence = self.sequence
         return len(sequence.tokens) - sequence.cache.length - self.num_rows > MAX_CATCH_UP_TOKENS
 
     @property
     def done(self) -> bool:
-        """True when there is a result, or when no logits are wanted and the cache is filled."""
+        """Whether there is a result, or no logits are wanted and the cache is filled."""
         return self.result is not None or (self.num_rows == 0 and not self.pending)
 
 
 def check_job(job: Job, extra_len: int, *, context_len: int, vocab_size: int) -> None:
-    """Refuse a job that cannot be run.
-
-    Args:
-        extra_len: tokens that may be added to the sequence while it runs.
+    """Refuse a job that cannot be run; `extra_len` tokens may be added to the sequence while it runs.
 
     Raises:
         InvalidRequestError: no committed token, or one outside the vocabulary.

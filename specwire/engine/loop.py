@@ -22,7 +22,7 @@ import logging
 import math
 import operator
 import queue
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -63,10 +63,10 @@ class StepHook(Protocol):
     """Does something before each step."""
 
     def load(self, vocab_size: int) -> None:
-        """Load what it needs; called once, on the engine's thread, when a model of this size is loaded.
+        """Called once, on the engine's thread, when a model with so many tokens is loaded.
 
         Raises:
-            ModelLoadError: it cannot be loaded.
+            ModelLoadError: what it needs cannot be loaded.
         """
 
     def before_step(self, jobs: Sequence[Job], costs: CostModel) -> None:
@@ -74,7 +74,7 @@ class StepHook(Protocol):
 
         Args:
             jobs: all that may be in the step.
-            costs: of a step without this call, by its sequences and its tokens.
+            costs: of a step without this call.
         """
 
 
@@ -98,7 +98,11 @@ class SpareWork(Protocol):
 
 
 class Engine:
-    """Runs jobs of all sequences in shared forward passes, on a thread of its own."""
+    """Runs jobs of all sequences in shared forward passes, on a thread of its own.
+
+    Attributes:
+        watchdog: detects a device that hangs, while it is watched.
+    """
 
     def __init__(
         self,
@@ -125,8 +129,8 @@ class Engine:
             vocab_size: token ids that jobs and parameters name are below it; None for the model's own.
             step_timeout_s: time limit of a step while the cost of steps is unknown.
             threads: that passes run on; None leaves them as they are.
-            costs: of passes by sequences and tokens, as far as they were measured; None if they were not.
-            draft_costs: of passes of what drafts after a step, by nodes; None if they were not measured.
+            costs: of passes, by sequences and tokens; None if they were not measured.
+            draft_costs: of passes of what drafts after a step, by nodes; likewise.
             adapters: names of those that the model has, in their order.
         """
         self._runner = runner
@@ -149,7 +153,7 @@ class Engine:
         self._replies = Replies()
         self._queues = JobQueues(self._replies)
         self._gathering = Gathering()
-        self._watchdog = Watchdog(self._replies)
+        self.watchdog = Watchdog(self._replies)
         self._scheduler = Scheduler(
             self._sequences,
             max_num_tokens=max_num_tokens,
@@ -220,7 +224,7 @@ class Engine:
         check_job(job, extra_len, context_len=self._context_len, vocab_size=self._vocab_size)
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
-        self._watchdog.check()
+        self.watchdog.check()
         self._replies.expect(job, sink)
         self.run_soon(lambda: self._start(job, background))
 
@@ -254,10 +258,7 @@ class Engine:
         self.run_soon(lambda: self._queues.promote(job))
 
     def replace_with_fork(self, sequence: TokenSequence, fork: TokenSequence) -> None:
-        """Let a sequence continue from its fork's tokens and cache, and close the fork.
-
-        The fork's jobs become jobs of the sequence.
-        """
+        """Let a sequence go on with its fork's tokens, cache and jobs, and close the fork."""
         self._forget(fork)
         self.run_soon(lambda: self._replace_with_fork(sequence, fork))
 
@@ -269,10 +270,6 @@ class Engine:
     def _forget(self, sequence: TokenSequence) -> None:
         self._sequences.remove(sequence)
         self._num_forks -= sequence.is_fork
-
-    async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
-        """Detect a device that hangs, and fail what waits for it, until cancelled; see `Watchdog.watch`."""
-        await self._watchdog.watch(on_change)
 
     def add_spare_work(self, work: SpareWork) -> None:
         """Do this work from now on, while no foreground job waits."""
@@ -298,7 +295,7 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_hit_tokens=self._scheduler.num_hit_tokens,
             num_waiting=min(self._num_waiting, len(self._queues.foreground)),
-            silent_s=self._watchdog.silent_s,
+            silent_s=self.watchdog.silent_s,
         )
 
     def load(self, job: Job | None = None) -> Load:
@@ -313,12 +310,12 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         while not self._closing:
-            self._watchdog.beat()
+            self.watchdog.beat()
             timeout_s: float | None = 0
             if not self._queues:
                 timeout_s = self._spare_work.wait_s() if self._spare_work else None
             self._drain_inbox(timeout_s)
-            self._watchdog.beat()
+            self.watchdog.beat()
             while wait_s := self._gathering_s():
                 self._drain_inbox(timeout_s=wait_s)
             if self._queues:
@@ -327,7 +324,7 @@ class Engine:
             is_idle = not (self._queues.foreground or self._closing) and self._inbox.empty()
             if is_idle and work is not None and work.wait_s() == 0:
                 # One piece: a request that comes now waits for no more.
-                self._watchdog.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
+                self.watchdog.beat(work.usual_s, LEAST_LIMIT_S if work.usual_s else self._step_timeout_s)
                 work.do()
         self._drain_inbox(timeout_s=0)
         self._queues.fail(self._queues, ServiceUnavailableError("the service is shutting down"))
@@ -357,7 +354,7 @@ class Engine:
             self._replies.fail(job, RequestCancelledError("the sequence was closed"))
             return
         if background and not job.goes_on:
-            self._gathering.discard(job.sequence)  # no step waits for its stream
+            self._gathering.expected.discard(job.sequence)  # no step waits for its stream
         else:
             self._gathering.arrived(job)
         if not background:
@@ -382,7 +379,7 @@ class Engine:
 
     def _close_sequence(self, sequence: TokenSequence) -> None:
         sequence.closed = True
-        self._gathering.discard(sequence)
+        self._gathering.expected.discard(sequence)
         self._queues.cancel(sequence, "the stream was closed")
         sequence.cache.release()
 
@@ -410,7 +407,7 @@ class Engine:
         bound_ns = self._costs.bound((len(step.jobs), step.num_tokens))
         bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0, 0))
         least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
-        self._watchdog.beat(bound_ns / 1e9, least_s)
+        self.watchdog.beat(bound_ns / 1e9, least_s)
         try:
             self._executor.run(step)
         except DeviceLostError as error:
@@ -425,8 +422,8 @@ class Engine:
             self._recover((), error)
 
     def _recover(self, jobs: Sequence[Job], error: DeviceLostError) -> None:
-        """The contents of all caches are lost: empty them, and wait for the device. Every sequence runs its
-        tokens again, which callers notice as a delay only.
+        """Empty all caches, whose contents are lost, and wait for the device. Every sequence runs its tokens
+        again, which callers notice as a delay only.
 
         Args:
             jobs: of the step that was lost.
@@ -437,7 +434,7 @@ class Engine:
             if job.num_losses > _MAX_LOSSES:
                 problem = f"the device was lost, {job.num_losses} times at this request"
                 self._replies.fail(job, ServiceUnavailableError(problem))
-        self._watchdog.beat(least_s=math.inf)  # the runner bounds its own recovery
+        self.watchdog.beat(least_s=math.inf)  # the runner bounds its own recovery
         for sequence in list(self._sequences):
             sequence.cache.truncate(0)
         self._runner.pool.forget_all()

@@ -1,5 +1,4 @@
-"""What passes cost, measured once a model is loaded, so that a coordinator's first choice has something to
-go by.
+"""What passes cost, measured once a model is loaded: what a coordinator's first choice goes by.
 
 From then on a target's engine corrects it with every pass that it runs.
 """
@@ -46,13 +45,10 @@ def measure(runner: Runner) -> CostModel:
 
 
 def measure_draft(runner: Any) -> CostModel:
-    """The same of a draft model that runs after the target's passes, or goes on after its own, by nodes: one
-    of each sequence, since what a sequence costs is most of what a node does. And by the share of the passes
-    after which the host chooses tokens, where the device chooses those of chains.
-
-    Args:
-        runner: a `ModelRunner`.
-    """
+    """The same of a draft model that runs after the target's passes, or goes on after its own (a
+    `ModelRunner`): by nodes, one of each sequence, since what a sequence costs is most of what a node does,
+    and by the share of the passes after which the host chooses tokens, where the device chooses those of
+    chains."""
     costs = CostModel(2)
     if runner.can_decode:
         costs.assume([*_draft_measured(runner)])
@@ -68,8 +64,8 @@ def as_load(costs: CostModel, draft_costs: CostModel | None) -> Load:
 
 
 def _draft_measured(runner: Any) -> Iterator[tuple[tuple[int, int], float]]:
-    """Nodes of a step, and the nanoseconds that it takes: one of each sequence, which the device chooses, and
-    a depth of trees, whose tokens the host chooses."""
+    """Nodes of a step, and the nanoseconds that it takes: one of each sequence, chosen by the device, and a
+    depth of trees, whose tokens the host chooses."""
 
     def decode(caches: list[SequenceCache]) -> None:
         num = len(caches)

@@ -18,7 +18,6 @@ from specwire.engine.model import encoder_decoder, memory, own
 from specwire.engine.model.encoder_decoder import EncoderDecoderRunner
 from specwire.engine.model.fingerprint import adapter_fingerprint
 from specwire.engine.model.graphs import make_replay
-from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import (
     describe,
     errors_naming,
@@ -47,7 +46,7 @@ def make_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[s
 
 
 def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[str, Any]]:
-    device = select_device(config.device)
+    device = memory.select_device(config.device)
     num_pages = memory.num_pages(config, device)
     replay = make_replay(config, device)
     own_dtype = _dtype(config.model, config.dtype, config.device)
@@ -90,11 +89,7 @@ def _load_runner(config: ModelServiceConfig, source: str) -> tuple[Runner, dict[
 
 
 def _load_draft(config: VerifyConfig, device: torch.device) -> Any:
-    """The draft model that runs beside the target.
-
-    Raises:
-        ModelLoadError: it cannot be loaded; naming the flag.
-    """
+    """The draft model that runs beside the target; a ModelLoadError names the flag."""
     source = resolve(config.draft_model, "draft")
     try:
         if _has_encoder(source):
@@ -108,11 +103,11 @@ def _load_draft(config: VerifyConfig, device: torch.device) -> Any:
 
 
 def _has_encoder(source: str, config: ModelServiceConfig | None = None) -> bool:
-    """Args:
-        config: checked, if given.
+    """Whether it is an encoder-decoder.
 
     Raises:
-        ModelLoadError: naming a flag that does not combine with an encoder-decoder, or recurrent layers.
+        ModelLoadError: naming a flag of the config, if one is given, that does not combine with that, or with
+            recurrent layers.
     """
     with errors_naming(source):
         found = read_config(source, may_encode=True)

@@ -22,11 +22,8 @@ def can_pack_weights(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: Tensor, num_tokens: int) -> Tensor:
-    """A weight [num_outputs, num_inputs] in the order in which oneDNN reads it; for `packed_linear` alone.
-
-    Args:
-        num_tokens: how many tokens a product is expected to have; the order depends on it.
-    """
+    """A weight [num_outputs, num_inputs] in the order in which oneDNN reads it, which depends on how many
+    tokens a product is expected to have; for `packed_linear` alone."""
     return cast(Tensor, _mkldnn._reorder_linear_weight(weight, num_tokens))
 
 

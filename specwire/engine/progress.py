@@ -40,7 +40,7 @@ class Watchdog:
         """An operation begins or has ended.
 
         Args:
-            usual_s: what it usually takes; 0 if its time is negligible.
+            usual_s: what it usually takes; 0 if that is negligible.
             least_s: lower bound of `limit_s`.
         """
         self.limit_s = max(least_s, _TIMES_USUAL * usual_s)
@@ -57,20 +57,16 @@ class Watchdog:
 
     @property
     def hangs(self) -> bool:
-        """Whether it has been silent for longer than the current operation may take."""
         return self.quiet_s > self.limit_s
 
     @property
     def silent_s(self) -> float:
-        """How long a device that hangs has been silent, in seconds; 0 while it makes progress."""
+        """How long a device that hangs has been silent; 0 while it makes progress."""
         return self.quiet_s if self.hangs else 0.0
 
     async def watch(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
-        """Look for beats until cancelled.
-
-        Args:
-            on_change: called with whether the device makes progress, whenever that has changed.
-        """
+        """Look for beats until cancelled; `on_change` is called with whether the device makes progress,
+        whenever that has changed."""
         looked_ns, was_hung = clock.stopwatch_ns(), False
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -87,14 +83,11 @@ class Watchdog:
                 await on_change(not hangs)
 
     def check(self) -> None:
-        """Raises:
-        ServiceUnavailableError: the device hangs.
-        """
+        """Raises ServiceUnavailableError while the device hangs."""
         if self.hangs:
             raise self._error()
 
     def _error(self) -> ServiceUnavailableError:
-        """What the requests on a device that hangs fail with."""
         return ServiceUnavailableError(
             f"the device hangs: one pass takes over {self.quiet_s:.1f} s, {self.limit_s:.1f} allowed"
         )

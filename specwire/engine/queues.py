@@ -14,10 +14,7 @@ from specwire.errors import RequestCancelledError
 
 
 class JobQueues:
-    """Jobs in order of arrival.
-
-    Args:
-        replies: informed of the jobs that fail here.
+    """Jobs in order of arrival; replies are informed of those that fail here.
 
     Attributes:
         foreground: jobs that a caller waits for, as keys.
@@ -40,7 +37,6 @@ class JobQueues:
         return len(self.foreground) + len(self.background)
 
     def add(self, job: Job, *, background: bool) -> None:
-        """A job that has started."""
         (self.background if background else self.foreground)[job] = None
         self.num_going_on += background and job.goes_on
         self._jobs_of.setdefault(job.sequence, []).append(job)
@@ -60,23 +56,19 @@ class JobQueues:
             self._jobs_of.setdefault(to, []).extend(jobs)
 
     def cancel(self, sequence: TokenSequence, reason: str) -> None:
-        """Fail all jobs of a sequence."""
         self.fail(self._jobs_of.get(sequence, ()), RequestCancelledError(reason))
 
     def cancel_background(self, sequence: TokenSequence, reason: str) -> None:
-        """Fail the background jobs of a sequence."""
         if jobs := self._jobs_of.get(sequence):
             self.fail([job for job in jobs if job in self.background], RequestCancelledError(reason))
 
     def fail(self, jobs: Iterable[Job], error: Exception) -> None:
-        """End these with an error."""
         jobs = [*jobs]
         self.remove(jobs)
         for job in jobs:
             self._replies.fail(job, error)
 
     def remove(self, jobs: Iterable[Job]) -> None:
-        """Drop these."""
         for job in jobs:
             is_background = job in self.background
             (self.background if is_background else self.foreground).pop(job)

@@ -42,7 +42,6 @@ class Replies:
 
     @property
     def num_pending(self) -> int:
-        """Jobs without a result."""
         return len(self._pending)
 
     def fail_pending(self, error: Exception) -> None:

@@ -28,8 +28,8 @@ class Step:
 
     Attributes:
         budget: tokens that still fit.
-        num_tokens: tokens to be run.
-        num_pages: pages that the feeds will allocate.
+        num_tokens: to be run.
+        num_pages: that the feeds will allocate.
     """
 
     budget: int
@@ -45,7 +45,7 @@ class Scheduler:
     Args:
         sequences: all open ones; the caller's own, and it may change.
         max_num_tokens: limit of a step.
-        max_prefill_tokens: limit of prompt tokens in a step while other streams are running.
+        max_prefill_tokens: limit of prompt tokens in it while other streams are running.
         prefix_sharing: fill an empty cache with known pages first.
 
     Attributes:
@@ -96,7 +96,6 @@ class Scheduler:
         return Step(self._max_num_tokens - num_tokens, [*jobs], feeds, num_tokens, num_pages)
 
     def _chosen(self, jobs: Sequence[Job], now_ns: int) -> Step:
-        """As many as there is room for, in order."""
         step = Step(self._max_num_tokens)
         oldest = min(jobs, key=_order)
         rounds: list[Job] = []
@@ -178,8 +177,8 @@ class Scheduler:
     def _make_room(self, sequence: TokenSequence, step: Step, num_pages: int, waiting: Sequence[Job]) -> bool:
         """Free pages by evicting the caches of other sequences, youngest first; they run their tokens again.
 
-        A sequence is evicted for older ones only, unless it has no job at the moment. So the oldest sequence
-        with work always makes progress, and no job waits for a stream that is idle.
+        A sequence is evicted for older ones only, unless it has no job. So the oldest one with work always
+        makes progress, and no job waits for a stream that is idle.
         """
         pool, wanted = sequence.cache.pool, step.num_pages + num_pages
         running, has_job = set(map(_order, step.jobs)), set(map(_order, waiting))

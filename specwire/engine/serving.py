@@ -63,10 +63,8 @@ class SequenceSpans:
         )
 
     def finish(self, span: Span, job: Job, spent: Timings) -> None:
-        """End a request's span before its answer is sent: with it, the caller may close the sequence.
-
-        It says what the job was, and where the time went.
-        """
+        """End a request's span, which says what the job was and where the time went, before its answer is
+        sent: with it, the caller may close the sequence."""
         if not span.trace_id:
             return
         handling_ns = spent.residence_ns - spent.queue_ns - spent.stall_ns - spent.forward_ns

@@ -40,8 +40,7 @@ class OpenSequence(Generic[State]):
     """One open sequence.
 
     Attributes:
-        tokens: in the engine.
-        state: what the service keeps for it.
+        tokens, state: in the engine, and what the service keeps for it.
         resources: freed when it is closed.
         num_unanswered: requests that an answer is still to come to.
         held: requests that wait for its grammar; None once it is compiled.
@@ -57,12 +56,8 @@ class OpenSequence(Generic[State]):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What limits the sequences of all streams of a service.
-
-    Attributes:
-        drain: of the server; sequences are its running requests.
-        slots: that sequences of authenticated callers hold.
-    """
+    """What limits the sequences of all streams of a service: they are running requests of the server that
+    drains, and those of authenticated callers hold slots."""
 
     drain: Drain = field(default_factory=Drain)
     slots: Slots = field(default_factory=lambda: Slots("sequences"))
@@ -102,11 +97,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
     def __init__(
         self, service: ModelService, write: Callable[[Any], Any], limits: Limits, caller: Principal
     ) -> None:
-        """Nothing is open yet.
-
-        Args:
-            write: a coroutine function that writes a message.
-        """
+        """Nothing is open yet; `write` is a coroutine function that writes a message."""
         self.service = service
         self.sequences: dict[int, OpenSequence[State]] = {}
         self.is_half_closed = False
@@ -132,8 +123,8 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         """The message that carries these, and is written now."""
 
     async def serve(self, messages: AsyncIterator[Any]) -> None:
-        """Until the coordinator has no more requests and all are answered, or the service shuts down and no
-        sequence is open."""
+        """Until all requests are answered and no more come, or the service shuts down and no sequence is
+        open."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_all)
             stack.enter_context(self._limits.drain.closing(self._changed.set))
@@ -216,10 +207,8 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
         self._changed.set()
 
     def of(self, sequence_id: int) -> OpenSequence[State] | None:
-        """The sequence of a request; None if there is none.
-
-        It was closed by now, as by an error that is on its way, or was never opened, which is reported.
-        """
+        """The sequence of a request; None if it was closed, as by an error that is on its way, or never
+        opened, which is reported."""
         found = self.sequences.get(sequence_id)
         if found is None and not 0 < sequence_id <= self._last_id:
             self._report(sequence_id, InvalidRequestError("sequence_ids", sequence_id, "was never opened"))
@@ -232,9 +221,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
     # --- sequences ------------------------------------------------------------------------------------
 
     def _open(self, message: common_pb2.OpenSequence) -> None:
-        """Raises:
-        InvalidRequestError: the id was used before, which is no error of one sequence.
-        """
+        """Raises InvalidRequestError where the id was used before, which is no error of one sequence."""
         sequence_id = message.sequence_id
         if sequence_id <= self._last_id:
             raise InvalidRequestError(

@@ -1,7 +1,7 @@
 """The one thread on which a service computes.
 
-OpenMP keeps a pool of workers for each thread that ever ran a parallel region. If the model were loaded on
-one thread and run on another, two pools would compete for the cores, and libgomp would not let workers spin,
+OpenMP keeps a pool of workers for each thread that ever ran a parallel region. With the model loaded on one
+thread and run on another, two pools would compete for the cores, and libgomp would not let workers spin,
 which takes a third of a small model's pass. So loading happens on the engine's own thread too.
 """
 
@@ -20,11 +20,7 @@ _PR_SET_NAME = 15
 
 
 class ComputeThread:
-    """Runs functions in order; a daemon thread, so that it never keeps a process alive.
-
-    Args:
-        name: shown by debuggers and `top -H`.
-    """
+    """Runs functions in order; a daemon thread, so that it never keeps a process alive."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()

@@ -50,7 +50,7 @@ class Cores:
     """Cores that this process may use.
 
     Attributes:
-        num: how many; a container's quota may be a fraction.
+        num: a container's quota may be a fraction.
         used_s: seconds of processor time that all processes have used of them so far.
     """
 
@@ -94,8 +94,7 @@ def _machine_s(cpus: set[str]) -> float:
 
 
 def delayed_s() -> float:
-    """Seconds that threads of this process were ready to run and had no core; endless where the system does
-    not say."""
+    """Seconds that threads of this process were ready to run without a core; inf where no system says it."""
     delays = []
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -106,9 +105,8 @@ def delayed_s() -> float:
 class ThreadCount:
     """The threads of an engine's passes. Engine thread only.
 
-    What others use is the most that they used in any half second of the last minute in which threads had to
-    wait, so that the number changes seldom; what this process uses does not count, so that it does not follow
-    itself.
+    Others use the most that they used in any half second of the last minute in which threads had to wait, so
+    the number changes seldom; what this process uses does not count, so that it does not follow itself.
 
     Attributes:
         most: where all cores are free.
@@ -128,7 +126,6 @@ class ThreadCount:
         """Applies the number to begin with.
 
         Args:
-            most: threads, where all cores are free.
             apply: torch's `set_num_threads`; it counts for the thread that calls it.
             is_fixed: `most` was given: too many are said, and not changed.
             own_s: processor time of this process, in seconds.
@@ -143,7 +140,6 @@ class ThreadCount:
         apply(self.num)
 
     def before_step(self, now_ns: int) -> None:
-        """Fit the number to the cores that are free now."""
         if self.most == 1 or not self._cores:
             return
         if self._before is not None and now_ns - self._before[0] < _SHORTEST_NS:

@@ -24,7 +24,7 @@ from specwire.config.stack import UpConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
 from specwire.engine.group import sharding
-from specwire.engine.group.replay import AgreedReplay
+from specwire.engine.group.rank import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
 from specwire.engine.model import loading
 from specwire.engine.model.runner import ModelRunner

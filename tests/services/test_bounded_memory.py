@@ -19,7 +19,7 @@ from specwire.config.preflight.memory import _cgroup, _kv_values_per_token
 from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.model import memory
-from specwire.engine.model.memory import free_bytes, total_bytes
+from specwire.engine.model.memory import free_and_total_bytes
 from specwire.engine.model.runner import ModelRunner
 from tests.support.harness import local_stack, started_services
 from tests.support.integrity import check_integrity
@@ -39,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_the_cache_takes_a_fraction_of_the_free_memory(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Of the memory that is free with the model loaded, and no page more."""
-    free = free_bytes(torch.device("cpu"))
+    free, _ = free_and_total_bytes(torch.device("cpu"))
     config = VerifyConfig(model=str(pair[0]), kv_cache_memory=0.01, page_size=PAGE_SIZE)
     service = boot.start(config, "verify", VerifyDecider())
     try:
@@ -54,8 +54,8 @@ def test_the_cache_takes_a_fraction_of_the_free_memory(pair: tuple[Path, Path], 
 def test_the_cache_takes_what_is_left_of_a_share_of_all_memory(pair: tuple[Path, Path]) -> None:
     """What is in use counts, the model's and everybody's: a hundredth more is the cache's."""
     cpu = torch.device("cpu")
-    total = total_bytes(cpu)
-    share = 1 - free_bytes(cpu) / total + 0.01
+    free, total = free_and_total_bytes(cpu)
+    share = 1 - free / total + 0.01
     config = VerifyConfig(model=str(pair[0]), gpu_memory_utilization=share, page_size=PAGE_SIZE)
     num_pages = memory.num_pages(config, cpu)
     assert callable(num_pages)

@@ -19,8 +19,8 @@ from specwire.config.services import VerifyConfig
 from specwire.engine import boot
 from specwire.engine.batch import Feed
 from specwire.engine.model import loading
-from specwire.engine.model.hardware import select_device
 from specwire.engine.model.loading import load_model
+from specwire.engine.model.memory import select_device
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError

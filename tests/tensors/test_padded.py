@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specwire.engine.attention import dense, varlen
-from specwire.engine.batch import Batch, Feed, Segment, Segments
+from specwire.engine.batch import Batch, Feed, Segments
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.model import graphs, padded
 from specwire.engine.model.padded import INVARIANT_TOKENS, TOKEN_SIZES, Bucket, Buckets
@@ -128,7 +129,7 @@ def test_large_steps_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padded, "QUERY_SIZES", (1, 8))
     twins = _Twins("llama", EagerReplay())
     assert twins.padded._padded is not None
-    monkeypatch.setattr(twins.padded._padded, "_logits", lambda *_: pytest.fail("padded"))
+    monkeypatch.setattr(twins.padded._padded, "run_model", lambda *_: pytest.fail("padded"))
     twins.open(2)
     twins.step([9, 3])  # more queries of one sequence than a bucket has
 
@@ -241,12 +242,8 @@ def test_batch_invariance_that_would_copy_too_much_is_refused(monkeypatch: pytes
 def test_a_row_is_split_without_losing_a_token() -> None:
     lengths, cached = [3, 90, 1, 40], [3, 95, 8, 41]
     offsets = np.cumsum([0, *lengths]).tolist()
-    segments = [
-        Segment(offset, num, cache_len, (), [i])
-        for i, (offset, num, cache_len) in enumerate(zip(offsets, lengths, cached, strict=False))
-    ]
     numbers = np.arange(sum(lengths))
-    columns = Segments.of(segments)
+    columns = Segments(offsets, cached, [array("i", [i]) for i in range(len(lengths))], 128, {})
     row = Batch(numbers, numbers + 1000, numbers + 2000, columns, np.array([2, 92, 93, 133]))
     parts = row.split(INVARIANT_TOKENS)
     assert [len(part.token_ids) for part in parts] == [64, 64, 6]
@@ -266,12 +263,9 @@ def test_a_row_is_split_without_losing_a_token() -> None:
 
 def _row(lengths: list[int], num_pages: int = 1, num_rows: int | None = None) -> Batch:
     offsets = np.cumsum([0, *lengths]).tolist()
-    segments = [
-        Segment(offset, length, length, (), [0] * num_pages)
-        for offset, length in zip(offsets, lengths, strict=False)
-    ]
+    segments = Segments(offsets, lengths, [array("i", [0] * num_pages) for _ in lengths], 256, {})
     numbers = np.zeros(sum(lengths), dtype=np.int64)
-    return Batch(numbers, numbers, numbers, Segments.of(segments), numbers[:num_rows])
+    return Batch(numbers, numbers, numbers, segments, numbers[:num_rows])
 
 
 def test_sizes_of_buckets() -> None:

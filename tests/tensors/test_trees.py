@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from benchmarks.simulation.devices import LogitsDecider
 from specwire import SamplingParams
 from specwire.engine.attention import varlen, views
 from specwire.engine.attention.paged import PackedBatch
-from specwire.engine.batch import Batch, Feed, Segment
-from specwire.engine.cache.kv_cache import Run, SequenceCache
+from specwire.engine.batch import Batch, Feed, Segments
+from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.counts import EngineStatus
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
@@ -184,9 +185,10 @@ def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
     layer = LayerCache(*(torch.randn(44, 2, 8, generator=generator) for _ in range(2)))
     for num_query in (1, 6, 21, 25):
         query = torch.randn(1, 4, num_query, 8, generator=generator)
-        segment = Segment(0, num_query, num_keys, [Run(0, num_keys)], list(range(11)), drawn.tree)
+        segments = Segments([0, num_query], [num_keys], [array("i", range(11))], 4, {0: drawn.tree})
+        [segment] = segments
         view = views._View.of(segment, window)
-        packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), [segment], {}, page_size=4)
+        packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), segments, {}, page_size=4)
         found = [packed._over_tables.attend(None, layer, query, scoring)] + [
             views.view_attention(plan, layer, query, scoring)
             for plan in (

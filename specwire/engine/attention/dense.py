@@ -11,7 +11,6 @@ values once in every layer, which is little compared with a large model's weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,48 +31,38 @@ def fits(num_segments: int, max_query: int, max_keys: int) -> bool:
     return num_keys <= _MAX_GATHERED_KEYS and num_keys * max_query <= _MAX_SCORES
 
 
-@dataclass
 class DenseStep:
     """The dense layout of a step's queries and keys; made once and shared by all layers.
 
     A token outside all segments (padding) gets another token's result. Unused rows and keys of the layout are
     computed like the others, and never read.
 
-    Attributes:
+    Args:
         tables: the segments; the layout has `max_query` queries and `max_keys` keys for each.
         positions: int64 [num_tokens], each token's position in its own sequence.
         page_size: slots in a page.
         words: int64 [num_tokens], the nodes that each token sees, see `TokenTree`; None without trees.
     """
 
-    tables: BlockTables
-    positions: Tensor
-    page_size: int
-    words: Tensor | None = None
-    _rows: Tensor = field(init=False)
-    _slots: Tensor = field(init=False)
-    _places: Tensor = field(init=False)
-    _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        device, num_tokens = self.positions.device, len(self.positions)
-        offsets, max_query = self.tables.query_offsets.long(), self.tables.max_query
+    def __init__(
+        self, tables: BlockTables, positions: Tensor, page_size: int, words: Tensor | None = None
+    ) -> None:
+        self._positions, self._words = positions, words
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+        device, num_tokens = positions.device, len(positions)
+        offsets, max_query = tables.query_offsets.long(), tables.max_query
         starts = offsets[:-1]
         column = torch.arange(max_query, device=device)
         self._rows = (starts[:, None] + column).clamp_(max=num_tokens - 1)
         # Past its end a sequence repeats its last key: stale keys of others may not be finite.
-        key = torch.arange(self.max_keys, device=device).minimum(self.tables.cache_lens.long()[:, None] - 1)
-        pages = self.tables.pages.long().gather(1, key // self.page_size)
-        self._slots = pages * self.page_size + key % self.page_size
+        self._max_keys = -(-tables.max_keys // _ALIGNMENT) * _ALIGNMENT
+        self._max_keys = min(tables.pages.shape[1] * page_size, self._max_keys)
+        key = torch.arange(self._max_keys, device=device).minimum(tables.cache_lens.long()[:, None] - 1)
+        pages = tables.pages.long().gather(1, key // page_size)
+        self._slots = pages * page_size + key % page_size
         token = torch.arange(num_tokens, device=device)
         segment = torch.searchsorted(offsets[1:], token, right=True).clamp_(max=len(starts) - 1)
         self._places = segment * max_query + (token - starts[segment]).clamp_(0, max_query - 1)
-
-    @property
-    def max_keys(self) -> int:
-        """Keys per segment in the layout."""
-        num_slots = self.tables.pages.shape[1] * self.page_size
-        return min(num_slots, -(-self.tables.max_keys // _ALIGNMENT) * _ALIGNMENT)
 
     def attend(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one layer; query and result as in `views.view_attention`."""
@@ -105,10 +94,10 @@ class DenseStep:
 
     def _hidden(self, window: int | None) -> Tensor:
         """bool [num_segments, max_query, max_keys]."""
-        positions = self.positions[self._rows]
-        keys = torch.arange(self.max_keys, device=positions.device)
-        if self.words is not None:
-            return unseen_keys(positions, self.words[self._rows], keys, window)
+        positions = self._positions[self._rows]
+        keys = torch.arange(self._max_keys, device=positions.device)
+        if self._words is not None:
+            return unseen_keys(positions, self._words[self._rows], keys, window)
         hidden = keys > positions[:, :, None]
         if window is not None:
             hidden |= keys <= positions[:, :, None] - window
@@ -116,12 +105,8 @@ class DenseStep:
 
 
 class TableAttention:
-    """Attention of a step over block tables, by torch's kernel where it supports a layer; else dense.
-
-    Args:
-        positions: returns those of `DenseStep`, where they are needed.
-        page_size, words: see there.
-    """
+    """Attention of a step over block tables, by torch's kernel where it supports a layer; else dense, see
+    `DenseStep`, whose positions are computed where they are needed."""
 
     def __init__(
         self, tables: BlockTables, positions: Callable[[], Tensor], page_size: int, words: Tensor | None
@@ -137,7 +122,6 @@ class TableAttention:
         return find_variant(layer, self._page_size, query.shape[1], scoring)
 
     def attend(self, variant: Variant | None, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one layer; query and result as in `views.view_attention`."""
         if variant is not None:
             if self._varlen is None:
                 self._varlen = VarlenStep(self.tables, self._page_size)

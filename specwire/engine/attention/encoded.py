@@ -30,11 +30,7 @@ class EncoderPass:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `attention.Attend`.
-
-        Raises:
-            UnsupportedError: a layer that scores in a way that is not implemented here.
-        """
+        """See `Attend`; an UnsupportedError where a layer scores in a way that is not implemented here."""
         for name in ("sliding_window", "softcap", "sinks"):
             if getattr(scoring, name) is not None:
                 raise UnsupportedError(name, "given", "not implemented for encoders")
@@ -50,11 +46,10 @@ class DecoderBatch(PackedBatch):
 
     Attributes:
         cross: by module of a cross-attention, the cache of its layer, which is in `layers` too.
-        input_slots: int64, where keys and values of the inputs that were encoded for this step are written.
+        input_slots: int64, where keys and values of the inputs encoded for this step are written.
     """
 
     takes_bias: ClassVar = True
-    uses_tables: ClassVar = False
 
     cross: dict[nn.Module, LayerCache] = field(kw_only=True)
     input_slots: Tensor = field(kw_only=True)
@@ -105,11 +100,7 @@ class DecoderProbe(Probe):
         return value[:, :, -1:].transpose(1, 2)
 
     def check(self, config: object) -> None:
-        """Refuse a decoder that does not read its input in every layer.
-
-        Raises:
-            ModelLoadError: it does not.
-        """
+        """Refuse, with a ModelLoadError, a decoder that does not read its input in every layer."""
         if not self.shapes or len(self.cross) != len(self.shapes):
             raise ModelLoadError(
                 f"{len(self.shapes)} self-attentions and {len(self.cross)} cross-attentions call "

@@ -15,11 +15,11 @@ operations over gathered pages (`dense.py`), which a step with a tree always tak
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specwire.engine.attention import dense, varlen, views
-from specwire.engine.batch import Segment, Segments
+from specwire.engine.batch import Segments
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.errors import UnsupportedError
 from specwire.rule.transfer import to_device
@@ -71,23 +71,21 @@ class PackedBatch:
         page_size: slots in a page.
         recurrence: what recurrent layers run through; None without any.
         adapters: int64 [num_tokens], see `Batch`; None if no token has one.
+        uses_tables: kernels for page tables may run; else pages are read as views.
     """
 
-    uses_tables: ClassVar = True
-    """Whether kernels for page tables may run; else pages are read as views."""
-
     slots: Tensor
-    segments: Sequence[Segment]
+    segments: Segments
     layers: dict[nn.Module, LayerCache]
     page_size: int
     recurrence: Any = None
     adapters: Tensor | None = None
+    uses_tables: bool = True
     _plans: dict[tuple[int | None, int, bool, int], views.ReadPlan] = field(init=False, default_factory=dict)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `Attend`."""
         layer = self.layers[module]
         layer.write(self.slots, key, value)
         if query.is_cuda and self.uses_tables:
@@ -101,8 +99,7 @@ class PackedBatch:
 
     @cached_property
     def _over_tables(self) -> dense.TableAttention:
-        """The segments as block tables, on a GPU."""
-        segments, device = Segments.of(self.segments), self.slots.device
+        segments, device = self.segments, self.slots.device
         words = to_device(segments.words(), device) if segments.trees else None
 
         def positions() -> Tensor:
@@ -112,7 +109,7 @@ class PackedBatch:
         return dense.TableAttention(tables, positions, self.page_size, words)
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
-        """The read plan for layers like this one; made once a step for each kind."""
+        """The read plan for layers like this one."""
         group, fused = query.shape[1] // layer.keys.shape[1], views.can_fuse(layer, scoring)
         kind = scoring.sliding_window, group, fused
         key = *kind, id(scoring.bias)
@@ -189,8 +186,7 @@ _registered = paged_attention
 def register() -> None:
     """Register the attention function with transformers under `ATTENTION_NAME`; may be repeated.
 
-    No mask function is registered: without one, transformers' mask builders return None at once, which is
-    what `PackedBatch` needs.
+    Without a mask function, transformers' mask builders return None at once, as `PackedBatch` needs it.
     """
     AttentionInterface.register(ATTENTION_NAME, _registered)
 

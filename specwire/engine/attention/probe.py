@@ -29,10 +29,6 @@ class LayerShape:
     num_query_heads: int
     scoring: Scoring
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.key.nbytes + self.value.nbytes
-
     def allocate(self, num_slots: int) -> LayerCache:
         return LayerCache(
             self.key.new_zeros((num_slots, *self.key.shape)),
@@ -73,11 +69,8 @@ class Probe:
         return "paged" if all(variant is not None and variant.paged for variant in variants) else "gathered"
 
     def check(self, config: Any) -> None:
-        """Refuse a model whose layers do not attend as its config declares.
-
-        Raises:
-            ModelLoadError: naming the first difference.
-        """
+        """Refuse a model whose layers do not attend as its config declares; a ModelLoadError names the first
+        difference."""
         text = config.get_text_config(decoder=True)
         types = getattr(text, "layer_types", None)
         if not self.shapes and self.recurrence is None:

@@ -13,7 +13,9 @@ import functools
 import inspect
 import logging
 import math
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -51,15 +53,13 @@ class BlockTables(NamedTuple):
     max_keys: int
 
 
-def block_tables(segments: Sequence[Segment], device: torch.device) -> BlockTables:
-    """The block tables of these segments, on the device."""
-    columns = Segments.of(segments)
+def block_tables(segments: Segments, device: torch.device) -> BlockTables:
     return BlockTables(
-        to_device(np.array(columns.query_offsets, np.int32), device),
-        to_device(np.array(columns.cache_lens, np.int32), device),
-        to_device(columns.page_table(), device),
-        columns.max_query,
-        max(columns.cache_lens),
+        to_device(np.array(segments.query_offsets, np.int32), device),
+        to_device(np.array(segments.cache_lens, np.int32), device),
+        to_device(segments.page_table(), device),
+        segments.max_query,
+        max(segments.cache_lens),
     )
 
 
@@ -76,7 +76,7 @@ class Variant(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """The properties of a layer that the kernel's behaviour may depend on."""
+    """What the kernel's behaviour may depend on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -105,10 +105,6 @@ class VarlenStep:
     """The sequences of a step as the kernel reads them; made once and shared by all layers.
 
     Nothing depends on a value that is only known on the device, so it can be captured in a CUDA graph.
-
-    Args:
-        tables: the segments.
-        page_size: slots in a page.
     """
 
     def __init__(self, tables: BlockTables, page_size: int) -> None:
@@ -228,8 +224,8 @@ def _error_on(variant: Variant, kind: LayerKind, lengths: Sequence[tuple[int, in
         numbers = torch.randn(shape, generator=generator, device=kind.device)
         return numbers.to(kind.dtype)
 
-    segments, num_pages = _segments(lengths, kind.page_size)
-    shape = num_pages * kind.page_size, kind.num_kv_heads, kind.head_dim
+    segments = _segments(lengths, kind.page_size)
+    shape = sum(map(len, segments.tables)) * kind.page_size, kind.num_kv_heads, kind.head_dim
     layer = LayerCache(random(*shape), random(*shape))
     query = random(1, kind.num_query_heads, sum(num_query for num_query, _ in lengths), kind.head_dim)
     window = kind.page_size // 2 if kind.windowed else None
@@ -241,30 +237,27 @@ def _error_on(variant: Variant, kind: LayerKind, lengths: Sequence[tuple[int, in
     return math.inf if math.isnan(difference) else difference
 
 
-def _segments(lengths: Sequence[tuple[int, int]], page_size: int) -> tuple[list[Segment], int]:
-    """Sequences with pages that are neither adjacent nor in order, and the number of pages."""
-    counts = [-(-num_keys // page_size) for _, num_keys in lengths]
+def _segments(lengths: Sequence[tuple[int, int]], page_size: int) -> Segments:
+    """Sequences with pages that are neither adjacent nor in order."""
+    num_query, num_keys = zip(*lengths, strict=True)
+    counts = [-(-num // page_size) for num in num_keys]
     order = list(range(sum(counts)))[::-1]
-    segments, offset = [], 0
-    for (num_query, num_keys), count in zip(lengths, counts, strict=True):
-        pages = [order.pop(len(order) // 2) for _ in range(count)]
-        segments.append(Segment(offset, num_query, num_keys, (), pages))
-        offset += num_query
-    return segments, sum(counts)
+    tables = [array("i", (order.pop(len(order) // 2) for _ in range(count))) for count in counts]
+    return Segments([*accumulate(num_query, initial=0)], num_keys, tables, page_size, {})
 
 
 def _reference(
     segment: Segment, layer: LayerCache, page_size: int, query: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attention by its definition, float32 [num_query, num_query_heads, head_dim]."""
-    start, num_query, num_keys = segment.query_offset, segment.num_query, segment.cache_len
+    num_query, num_keys = segment.num_query, segment.cache_len
     group = query.shape[1] // layer.keys.shape[1]
     slots = torch.tensor([page * page_size + i for page in segment.pages for i in range(page_size)])
     slots = slots[:num_keys].to(query.device)
     keys, values = (
         pages[slots].float().repeat_interleave(group, dim=1) for pages in (layer.keys, layer.values)
     )
-    scores = torch.einsum("hqd,khd->hqk", query[0, :, start : start + num_query].float(), keys)
+    scores = torch.einsum("hqd,khd->hqk", query[0, :, segment.rows].float(), keys)
     distance = torch.arange(num_keys - num_query, num_keys)[:, None] - torch.arange(num_keys)
     hidden = distance < 0
     if scoring.sliding_window is not None:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.batch import Segment
 from specwire.engine.cache.kv_cache import Run, first_tokens
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
-from specwire.support import IntArray
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -108,7 +107,7 @@ def plan_reads(
             alike[view.runs[0].start_slot].append(view)
         else:
             kind = plan.fused if fused and segment.num_query <= _MAX_STACKED_QUERIES else plan.scored
-            kind.append(Read(view.rows, view.runs, view.biased(bias, window, group, keys)))
+            kind.append(Read(segment.rows, view.runs, view.biased(bias, window, group, keys)))
     reads = [_read(each, window, group, keys) for some in alike.values() for each in _groups(some)]
     (plan.fused if fused else plan.scored).extend(reads)
     return _ordered(plan, keys.device)
@@ -116,7 +115,7 @@ def plan_reads(
 
 def plan_inputs(segments: Sequence[Segment], fused: bool, device: torch.device) -> ReadPlan:
     """How decoders read the keys of their encoders' inputs: all of them, unmasked."""
-    reads = [Read(_rows(each), first_tokens(each.runs, each.encoder_len)) for each in segments]
+    reads = [Read(each.rows, first_tokens(each.runs, each.encoder_len)) for each in segments]
     return _ordered(ReadPlan(fused=reads) if fused else ReadPlan(scored=reads), device)
 
 
@@ -130,7 +129,7 @@ def plan_blocks(segments: Sequence[Segment], window: int | None, group: int, key
             distances = np.abs(segment.positions[:, None] - np.arange(first_key, segment.cache_len))
             mask = torch.zeros(distances.shape).masked_fill_(torch.from_numpy(distances > window), -torch.inf)
             mask = mask.repeat(_stacked(segment.num_query, group), 1).to(keys.device, keys.dtype)
-        reads.append(Read(_rows(segment), _skip(segment.runs, first_key), mask))
+        reads.append(Read(segment.rows, _skip(segment.runs, first_key), mask))
     return _ordered(ReadPlan(fused=reads), keys.device)
 
 
@@ -138,21 +137,15 @@ def _ordered(plan: ReadPlan, device: torch.device) -> ReadPlan:
     """The plan with its order."""
     rows = [read.rows for read in plan.fused] + [read.rows for read in plan.scored]
     if len(rows) > 1 or isinstance(rows[0], Tensor):
-        places = _places(rows)
+        places = torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
         if bool((places.diff() < 0).any()):
             plan.order = torch.argsort(places).to(device)
     return plan
 
 
-def _rows(segment: Segment) -> slice:
-    return slice(segment.query_offset, segment.query_offset + segment.num_query)
-
-
 class _View(NamedTuple):
-    """The keys that one segment's queries may see: token `first_key` and those after it.
-
-    Those of an encoder's input are before it.
-    """
+    """The keys from token `first_key` on, which one segment's queries may see; an encoder's input is before
+    it."""
 
     segment: Segment
     first_key: int
@@ -166,18 +159,8 @@ class _View(NamedTuple):
         return cls(segment, first_key, segment.runs if first_key == 0 else _skip(segment.runs, first_key))
 
     @property
-    def rows(self) -> slice:
-        return _rows(self.segment)
-
-    @property
     def num_keys(self) -> int:
         return self.segment.cache_len - self.first_key
-
-    def is_causal(self, window: int | None) -> bool:
-        """Queries and keys are the same tokens, and no window excludes any."""
-        num_query, num_keys = self.segment.num_query, self.num_keys
-        is_chain = self.segment.tree is None
-        return is_chain and 1 < num_query == num_keys and (window is None or num_keys <= window)
 
     def mask(self, window: int | None, group: int, keys: Tensor) -> Tensor | None:
         """[group * num_query or num_query, num_keys]; None for a single query that sees all of them."""
@@ -188,22 +171,22 @@ class _View(NamedTuple):
 
     def biased(self, bias: Tensor, window: int | None, group: int, keys: Tensor) -> Tensor:
         """The mask with a bias by distance, [num_kv_heads, group, num_query, num_keys]."""
-        num_query = self.segment.num_query
-        distances = torch.from_numpy(self._distances()).clamp_(0, bias.shape[1] - 1).to(bias.device)
+        num_query, tree = self.segment.num_query, self.segment.tree
+        first, end = self.first_key, self.segment.cache_len
+        places = np.arange(first, end) if tree is None else tree.positions(first, end)
+        # From each query back to each key on its path; others are masked.
+        behind = torch.from_numpy(self.segment.positions[:, None] - places)
+        distances = behind.clamp_(0, bias.shape[1] - 1).to(bias.device)
         by_head = bias[:, distances].view(-1, group, num_query, self.num_keys)
         mask = self.mask(window, group, keys)
         return by_head if mask is None else by_head + mask.view(-1, num_query, self.num_keys)
 
-    def _distances(self) -> IntArray:
-        """int64 [num_query, num_keys], from each query back to each key on its path; others are masked."""
-        first, end, tree = self.first_key, self.segment.cache_len, self.segment.tree
-        keys = np.arange(first, end) if tree is None else tree.positions(first, end)
-        return self.segment.positions[:, None] - keys
-
     def whole(self, window: int | None, group: int, keys: Tensor) -> Read:
-        is_causal = self.is_causal(window)
+        segment, num_keys = self.segment, self.num_keys
+        are_same = segment.tree is None and 1 < segment.num_query == num_keys
+        is_causal = are_same and (window is None or num_keys <= window)
         mask = None if is_causal else self.mask(window, group, keys)
-        return Read(self.rows, self.runs, mask, is_causal)
+        return Read(segment.rows, self.runs, mask, is_causal)
 
 
 def _groups(views: Sequence[_View]) -> list[list[_View]]:
@@ -239,14 +222,10 @@ def _read(views: Sequence[_View], window: int | None, group: int, keys: Tensor) 
             start, end = end, end + num_tokens
             seen = slice(places[start_slot], places[start_slot] + num_tokens)
             mask[rows, seen] = 0.0 if own is None else own[:, start:end].to("cpu", torch.float32)
-    every = torch.from_numpy(np.concatenate([np.arange(view.rows.start, view.rows.stop) for view in views]))
+    rows_of = [view.segment.rows for view in views]
+    every = torch.cat([torch.arange(rows.start, rows.stop) for rows in rows_of])
     whole = torch.from_numpy(mask).repeat(group, 1).to(keys.device, keys.dtype)
     return Read(every, [Run(*each) for each in lengths.items()], whole)
-
-
-def _places(rows: Sequence[slice | Tensor]) -> Tensor:
-    """Slices and indices as one tensor of indices."""
-    return torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
 
 
 def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:
@@ -266,10 +245,8 @@ def _stacked(num_query: int, group: int) -> int:
 
 
 def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: Tensor) -> Tensor:
-    """Additive mask, see `Read`; its last query and last key are the same token.
-
-    Whether a query sees a key depends on their distance only, so one template is enough for all lengths.
-    """
+    """Additive mask, see `Read`; its last query and last key are the same token. It depends on their distance
+    only, so one template is enough for all lengths."""
     if num_query > _MAX_STACKED_QUERIES:
         return _build_mask(num_query, num_keys, window, 1, keys.dtype, keys.device)
     capacity = max(256, 1 << (num_keys - 1).bit_length())
@@ -278,7 +255,7 @@ def _mask(num_query: int, num_keys: int, window: int | None, group: int, keys: T
 
 
 def _tree_mask(segment: Segment, first_key: int, window: int | None, group: int, keys: Tensor) -> Tensor:
-    """Additive mask as `_mask`, for the keys from `first_key` on; without a window all see the first ones."""
+    """As `_mask`, for the keys from `first_key` on; without a window all see the first ones."""
     first = first_key if window is not None else max(first_key, segment.num_common)
     positions, words = torch.from_numpy(segment.positions), torch.from_numpy(segment.words)
     unseen = unseen_keys(positions, words, torch.arange(first, segment.cache_len), window)
@@ -288,15 +265,13 @@ def _tree_mask(segment: Segment, first_key: int, window: int | None, group: int,
 
 
 def _build_mask(
-    num_query: int, num_keys: int, window: int | None, group: int, *dtype_and_device: Any
+    num_query: int, num_keys: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    query_index = torch.arange(num_keys - num_query, num_keys)[:, None]
-    distance = query_index - torch.arange(num_keys)
+    distance = torch.arange(num_keys - num_query, num_keys)[:, None] - torch.arange(num_keys)
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
     mask = torch.zeros(num_query, num_keys).masked_fill_(hidden, -torch.inf)
-    dtype, device = dtype_and_device
     return mask.repeat(group, 1).to(device, dtype)
 
 
@@ -307,14 +282,8 @@ _mask_template = functools.lru_cache(maxsize=64)(_build_mask)
 
 
 def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
-    """Attention over views of the pages.
-
-    Args:
-        query: [1, num_query_heads, num_tokens, head_dim].
-
-    Returns:
-        [1, num_tokens, num_query_heads, value_dim].
-    """
+    """Attention over views of the pages: of queries [1, num_query_heads, num_tokens, head_dim], the results
+    [1, num_tokens, num_query_heads, value_dim]."""
     num_heads, num_tokens, _ = query.shape[1:]
     num_kv_heads, value_dim = layer.values.shape[1:]
     # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
@@ -366,7 +335,7 @@ def _keys_and_values(layer: LayerCache, runs: Sequence[Run]) -> tuple[Tensor, Te
 
 
 def _scored(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
-    """Attention with scores computed here, in blocks of queries. Shapes as in `_fused`."""
+    """As `_fused`, with scores computed here, in blocks of queries."""
     keys, values = (each[0] for each in _keys_and_values(layer, read.runs))
     num_queries, mask = len(query), read.mask
     if read.is_causal:
@@ -391,7 +360,7 @@ def _score_block(
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention weights float32 from raw scores [num_kv_heads, group, num_query, num_keys] (overwritten)."""
+    """Weights float32 from raw scores [num_kv_heads, group, num_query, num_keys] (overwritten)."""
     scores *= scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh_(scores.div_(scoring.softcap)).mul_(scoring.softcap)

@@ -20,9 +20,9 @@ class SlotCopies(NamedTuple):
 class PendingCopies:
     """Copies that the bookkeeping has counted as done, and that no pass has done yet.
 
-    They hold for the pages as they were when each was added: a copy from the destination of an earlier one
-    is a copy from that one's source, and the last copy to a slot wins. A page may change hands before the
-    pass, since copies come before all writes.
+    They hold for the pages as they were when each was added: a copy from the destination of an earlier one is
+    a copy from that one's source, and the last copy to a slot wins. A page may change hands before the pass,
+    since copies come before all writes.
 
     Attributes:
         sources: the slot that each destination is copied from. Not to be modified.

@@ -28,8 +28,8 @@ def root(salt: str, encoder_input: Sequence[int] = (), version: int = 0, adapter
 
     Args:
         encoder_input: all that the encoder reads, which every key depends on; empty without an encoder.
-        version: of the model's weights; pages of other versions are never found.
-        adapter: that the tokens are run with, see `SequenceCache`; likewise.
+        version, adapter: of the model's weights, and that the tokens are run with; other pages are never
+            found.
     """
     key = version.to_bytes(8, "little") + adapter.to_bytes(8, "little") if version or adapter else b""
     own = blake2b(salt.encode(), digest_size=_ROOT_BYTES, key=key).digest()

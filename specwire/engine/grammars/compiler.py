@@ -109,9 +109,7 @@ class Grammars:
             settle(future, lambda: self._compile(grammar))  # noqa: B023
 
     def _compile(self, grammar: Grammar) -> Any:
-        """Raises:
-        UnsupportedError, InvalidRequestError: it cannot be compiled, or takes too much.
-        """
+        """Raises InvalidRequestError where it cannot be compiled, or takes too much."""
         import xgrammar
 
         if self._info is None:

@@ -58,12 +58,7 @@ class Vocabulary(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What became of a grammar.
-
-    Attributes:
-        compiled: serialised; empty if it was refused.
-        problem: why it was refused.
-    """
+    """A grammar as it was compiled, serialised; or why it was refused."""
 
     compiled: str = ""
     problem: str = ""
@@ -99,9 +94,9 @@ def tokenizer_info(vocabulary: Vocabulary) -> Any:
 def _import_lightly() -> None:
     """Import xgrammar without torch and transformers: 0.3 s and 60 MB instead of 2 to 4 s and 550 MB.
 
-    Compiling and masks of numpy use neither; xgrammar names their classes, and no more when it is imported.
-    If the import itself fails without them, it is repeated with the real ones. Nothing beyond it is covered:
-    afterwards both stay replaced by modules whose classes have no instances, and what needs more fails.
+    Compiling and masks of numpy use neither; xgrammar only names their classes when it is imported. If that
+    fails without them, it is repeated with the real ones. Afterwards both stay replaced by modules whose
+    classes have no instances, and what needs more fails.
     """
     names = ("torch", "transformers")
     sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]  # tvm_ffi tries torch, and does without

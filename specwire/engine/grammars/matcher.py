@@ -7,7 +7,7 @@ Masks are computed when the logits are decided on: on a GPU the pass runs meanwh
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,15 +32,15 @@ _WORD = 32
 class GrammarMatcher:
     """Of one stream, its forks included. Engine thread only, and after the grammar was compiled.
 
+    Args:
+        vocab_size: width of the masks.
+        texts: by token id; None where a token stands for no text.
+
     Attributes:
         compiled: the grammar; it may not be there yet.
     """
 
     def __init__(self, compiled: Future[Any], vocab_size: int, texts: Sequence[bytes | None]) -> None:
-        """Args:
-        vocab_size: width of the masks.
-        texts: by token id; None where a token stands for no text.
-        """
         self.compiled = compiled
         self._texts = texts
         self._num_words = -(-vocab_size // _WORD)
@@ -61,20 +61,20 @@ class GrammarMatcher:
         """
         started_s = time.thread_time() - self._spent_s
         self._spent_s = 0.0
-        found = self._fill(output, draft_token_ids, parents)
+        if self._move_to(output):
+            found = self._after(draft_token_ids, parents)
+        else:
+            found = np.full((1 + len(draft_token_ids), self._num_words * _WORD // 8), 255, np.uint8)
         self._num_slow = self._num_slow + 1 if time.thread_time() - started_s > _MASKS_S else 0
         if self._num_slow == _NUM_SLOW:
             raise _too_slow()
         return found
 
     def forced(self, output: list[int], num_tokens: int) -> list[int]:
-        """At most so many tokens of the text that must follow the output, the longest at each place.
+        """At most so many tokens of the text that must follow the output, the longest at each place; errors
+        as of `fill`.
 
         xgrammar finds this text at once, and all of it: `(a{1000}){1000}` takes it 0.1 s.
-
-        Raises:
-            InvalidRequestError: the grammar does not allow the output.
-            ResourceExhaustedError: it takes too long.
         """
         started_s = time.thread_time()
         found: list[int] = []
@@ -103,16 +103,11 @@ class GrammarMatcher:
         is_one = len(texts) == 1 or all(text and longest.startswith(text) for text in texts)
         return token_ids[texts.index(longest)] if is_one else None
 
-    def _fill(self, output: list[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Bits:
-        if not self._move_to(output):
-            return np.full((1 + len(draft_token_ids), self._num_words * _WORD // 8), 255, np.uint8)
-        return self._after(draft_token_ids, parents)
-
     def _move_to(self, output: list[int]) -> bool:
         """Go back to what is common, and on from there; returns whether the output is still open.
 
         Raises:
-            InvalidRequestError: a token of the output that the grammar does not allow.
+            InvalidRequestError: the grammar does not allow the output.
         """
         if self._matcher is None:
             import xgrammar
@@ -166,11 +161,8 @@ def _links(parents: Sequence[int], num_nodes: int) -> tuple[npt.NDArray[np.int64
 
 
 class LazyMasks:
-    """The masks of one sequence in a pass, computed when they are first read.
-
-    Attributes:
-        error: why there are none; set when they are read.
-    """
+    """The masks of one sequence in a pass, computed when they are first read; `error` says then why there are
+    none. Arguments as of `GrammarMatcher.fill`."""
 
     def __init__(
         self,
@@ -179,33 +171,20 @@ class LazyMasks:
         draft_token_ids: Sequence[int],
         parents: Sequence[int],
     ) -> None:
-        """Args: as of `GrammarMatcher.fill`."""
         self.error: SpecwireError | None = None
-        self._asked = matcher, output, draft_token_ids, parents
+        self._fill: Callable[[], Bits] | None = lambda: matcher.fill(output, draft_token_ids, parents)
         self._found: Bits | None = None
 
     def of_row(self, row: int) -> Bits | None:
-        if self._found is None and self.error is None:
-            matcher, output, drafts, parents = self._asked
+        """None for no limits."""
+        if self._found is None and self.error is None and self._fill is not None:
             try:
-                self._found = matcher.fill(output, drafts, parents)
+                self._found = self._fill()
             except SpecwireError as error:
                 self.error = error
         return None if self._found is None else self._found[row]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
+        """As a process of a group gets them: computed."""
         self.of_row(0)
-        return KnownMasks, (self._found,)
-
-
-class KnownMasks:
-    """Masks that have been computed, as a process of a group gets them."""
-
-    def __init__(self, found: Bits | None) -> None:
-        """Args:
-        found: uint8 [num_rows, vocab_size / 8]; None for no limits.
-        """
-        self._found = found
-
-    def of_row(self, row: int) -> Bits | None:
-        return None if self._found is None else self._found[row]
+        return {"error": None, "_fill": None, "_found": self._found}

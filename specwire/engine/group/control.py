@@ -32,9 +32,7 @@ _dist: Any = dist
 
 def open_store(host: str) -> Any:
     """A key-value store in this process for the rendezvous of the ranks; it has attributes `host` and `port`.
-
-    It has no authentication, so it listens on this address only; by default it would listen on all.
-    """
+    It has no authentication, so it listens on this address only; by default it would listen on all."""
     listening = _listen(host)
     port = listening.getsockname()[1]
     return _dist.TCPStore(
@@ -58,13 +56,10 @@ def _listen(host: str) -> socket.socket:
 
 
 class DriverConnections:
-    """The driver's side: a connection to each rank.
+    """The driver's side: a connection to each rank. A peer that sends the token is accepted as one.
 
     gloo could do this, but its threads wake each other up for every message; here a message wakes up only its
-    receiver.
-
-    A peer that sends the token is accepted as a rank. Every call raises OSError when a rank disconnects or
-    times out.
+    receiver. Every call raises OSError when a rank disconnects or times out.
 
     Args:
         host: this machine's address, as the ranks reach it.
@@ -83,11 +78,7 @@ class DriverConnections:
         self._answer_timeout_s = 0.0
 
     def accept(self, num_ranks: int, timeout_s: float, answer_timeout_s: float) -> None:
-        """Wait until all ranks have connected.
-
-        Args:
-            answer_timeout_s: time limit of later answers.
-        """
+        """Wait until all ranks have connected; later answers have a time limit of their own."""
         self._ranks = self._handshakes.wait(num_ranks, timeout_s)
         self._answer_timeout_s = answer_timeout_s
         for connection in self._ranks:
@@ -96,7 +87,7 @@ class DriverConnections:
             self._poll.register(connection, select.POLLIN)
 
     def send(self, message: bytes) -> None:
-        """Send to all ranks, without waiting for them to receive it."""
+        """Send to all ranks, without waiting."""
         for connection in self._ranks:
             _send(connection, message)
 
@@ -125,8 +116,7 @@ class _Handshakes:
     """Accepts connections, and keeps those that send the token; others are closed.
 
     Runs on a thread of its own and reads all connections concurrently. Ranks connect long before the driver
-    waits for them, and unauthenticated connections that send nothing must neither delay them nor fill the
-    backlog.
+    waits for them, and connections that send nothing must neither delay them nor fill the backlog.
     """
 
     def __init__(self, listening: socket.socket, token: bytes) -> None:
@@ -225,12 +215,7 @@ class _Handshakes:
 
 
 class RankConnection:
-    """A rank's side.
-
-    Args:
-        host, port, token: of the driver.
-        timeout_s: time limit of connecting.
-    """
+    """A rank's side; connecting to the driver has a time limit."""
 
     def __init__(self, host: str, port: int, token: bytes, rank: int, timeout_s: float) -> None:
         self._connection = socket.create_connection((host, port), timeout_s)

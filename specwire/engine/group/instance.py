@@ -37,9 +37,9 @@ def isolated_environ() -> dict[str, str]:
     """Environment variables that Ray reads on import, in an instance and in processes that connect to it.
 
     Usage statistics are off. The instance listens on loopback only, as on machines that are never part of a
-    cluster, and requires a token, which is not stored in the user's home directory. Its workers, which do the
-    actual work, are not niced. There is one token per process, since Ray reads it once. Its control service,
-    for which it waits 30 s by default, may need all of our own limit where its program is not in memory yet.
+    cluster, and requires a token, which is not stored in the user's home directory; there is one per process,
+    since Ray reads it once. Its workers, which do the actual work, are not niced. Its control service, for
+    which it waits 30 s by default, may need all of our own limit where its program is not in memory yet.
     """
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -52,11 +52,8 @@ def isolated_environ() -> dict[str, str]:
 
 
 class Instance:
-    """A running instance; as a context manager it ends the instance with all of its processes.
-
-    Args:
-        num_cpus: number of CPUs that it offers; it detects GPUs itself.
-    """
+    """A running instance, which offers so many CPUs and the GPUs that it finds; as a context manager it ends
+    the instance with all of its processes."""
 
     def __init__(self, num_cpus: int) -> None:
         """Start it; wait with `ready`."""

@@ -10,13 +10,8 @@ from specwire.engine.device import Decide, DraftQuery, DraftShape
 
 
 class RankLocation(NamedTuple):
-    """Where a rank runs.
-
-    Attributes:
-        host: the machine's address in the cluster.
-        node_id: Ray's name for the machine.
-        device: as the machine's own tools name it (`cpu`, `cuda:3`).
-    """
+    """Where a rank runs: the machine's address in the cluster, Ray's name for the machine, and the device as
+    the machine's own tools name it (`cpu`, `cuda:3`)."""
 
     host: str
     node_id: str
@@ -25,13 +20,8 @@ class RankLocation(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The role of a rank, and how it reaches the others.
-
-    Attributes:
-        host, port: of the driver's store.
-        key: prefix of this group in the store.
-        control_port, token: of the driver's connections to this group.
-    """
+    """The role of a rank, and how it reaches the others: the driver's store, with the prefix of this group's
+    keys, and the driver's connections to this group, with their token."""
 
     rank: int
     num_ranks: int
@@ -46,15 +36,11 @@ class Assignment(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The properties of the loaded model; the same on every rank.
+    """The properties of the loaded model, as of `ModelRunner`; the same on every rank.
 
     Attributes:
         description: see `loading.describe`.
-        context_len: maximum tokens of one sequence; None when the model names no limit.
-        vocab_size: width of the logits.
-        num_embeddings: number of token ids that the model can read.
         num_pages: of the KV cache.
-        draft_shape: of what drafts on the ranks, if anything does.
         warning: for the service's log; empty for none.
     """
 
@@ -74,7 +60,7 @@ class StepCommand(NamedTuple):
         number: counts the steps of a group, so that a missed one is detected.
         batch: None of passes of a draft that appends nothing.
         question: None when no logits are wanted.
-        decide: called by rank 0 with question and logits.
+        decide: called by rank 0.
         query: of a pass of the draft.
     """
 

@@ -16,9 +16,7 @@ from specwire.errors import ConfigError, ServiceUnavailableError
 
 
 def require_ray(num_ranks: int) -> None:
-    """Raises:
-    ConfigError: Ray is not installed.
-    """
+    """A ConfigError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks}: needs Ray, which is not installed; "
@@ -31,9 +29,7 @@ class Placement:
 
     Args:
         address: of a running cluster that this machine is part of; empty starts an instance on loopback,
-            which ends with this process, however that ends. An existing connection of this process is used
-            as it is.
-        num_ranks: number of devices.
+            which ends with this process, however that ends. An existing connection is used as it is.
         is_cuda: reserve GPUs, else CPU cores.
         timeout_s: longest wait for free devices.
 
@@ -85,7 +81,8 @@ class Placement:
 
     def _connect(self, address: str) -> bool:
         """Connect; False if this process was connected already."""
-        if _is_connected():
+        loaded = sys.modules.get("ray")  # not imported yet, as its variables must be set before that
+        if loaded is not None and loaded.is_initialized():
             return False
         if not address:
             os.environ |= isolated_environ()
@@ -124,12 +121,6 @@ class Placement:
             ray.shutdown()
         if self._instance is not None:
             self._instance.close()
-
-
-def _is_connected() -> bool:
-    """Whether Ray is connected; without importing it, as its variables must be set before that."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 def _where() -> tuple[str, str]:

@@ -49,7 +49,7 @@ def load_cut(
 
     Returns:
         The model in eval mode, with parameters smaller than its layers say, and `loading.describe` of the
-        whole model.
+        whole one.
 
     Raises:
         ModelLoadError: naming the method, and a weight that cannot be cut.
@@ -75,10 +75,8 @@ class Cutter:
 
     @contextlib.contextmanager
     def cutting(self) -> Iterator[None]:
-        """While it holds, transformers keeps the share of each weight that it has read.
-
-        Weights are read when it is their turn: read ahead, as is usual, all of them would be in memory.
-        """
+        """In the body, transformers keeps the share of each weight that it has read. Weights are read when it
+        is their turn: read ahead, as is usual, all of them would be in memory."""
         set_whole, before = core_model_loading.set_param_for_module, os.environ.get(_READS_IN_TURN)
 
         def set_share(model: Any, target_name: str, *args: Any, **keywords: Any) -> None:

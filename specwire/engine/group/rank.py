@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +20,11 @@ from specwire.engine.boot import model_directory
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import RankConnection
 from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
-from specwire.engine.group.replay import AgreedReplay
 from specwire.engine.group.sharding import load_shard
 from specwire.engine.model import memory, own
 from specwire.engine.model.graphs import make_replay
+from specwire.engine.model.runner import ModelRunner
+from specwire.rule.captured import Output, Replay
 
 
 class Rank:
@@ -140,3 +142,57 @@ def _num_pages(config: ModelServiceConfig, model: Any) -> Any:
         return int(least)
 
     return agreed
+
+
+class AgreedReplay:
+    """Captures a step only if all ranks can.
+
+    NCCL requires that a collective is captured by all ranks of a group or by none. Buckets follow from the
+    batch alone, so all ranks use the same ones in the same order, and capture at the same time. They exchange
+    results through the store, not the group, which a failed capture may have left unusable.
+
+    Args:
+        replay: how one rank captures.
+        store: shared by all ranks; reads wait for missing keys.
+
+    Attributes:
+        problem: why steps are no longer captured, from the first rank that reports one; else empty.
+    """
+
+    def __init__(self, replay: Replay, store: Any, rank: int, num_ranks: int) -> None:
+        self._replay, self._store = replay, store
+        self._rank, self._num_ranks = rank, num_ranks
+        self._number = 0
+        self.problem = ""
+
+    def capture(self, run: Callable[[], Output]) -> Callable[[], Output]:
+        """See `Replay`.
+
+        Raises:
+            RuntimeError: some rank failed to capture; raised on all ranks.
+        """
+        recorded, problem = None, ""
+        try:
+            recorded = self._replay.capture(run)
+        except Exception as error:
+            problem = f"rank {self._rank}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        self.problem = next(filter(None, self._exchange(problem)), "")
+        if self.problem or recorded is None:
+            raise RuntimeError(self.problem)
+        return recorded
+
+    def warm(self, runner: ModelRunner) -> None:
+        """Warm up a runner; if the ranks end up in different states, none of them replays."""
+        runner.warm()
+        found = self._exchange(f"{runner.num_graphs} recorded, {runner.attention_path}")
+        if len(set(found)) > 1:
+            self.problem = f"ranks differ: {', '.join(found)}"
+        if self.problem:
+            runner.stop_replaying()
+
+    def _exchange(self, text: str) -> list[str]:
+        """The texts of all ranks, in order."""
+        self._number += 1
+        self._store.set(f"{self._number}/{self._rank}", text)
+        ranks = range(self._num_ranks)
+        return [self._store.get(f"{self._number}/{rank}").decode() for rank in ranks]

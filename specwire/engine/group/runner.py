@@ -44,7 +44,6 @@ class GroupRunner(Runner):
         ConfigError, ServiceUnavailableError: no devices; see `Placement`.
 
     Attributes:
-        pool, vocab_size, context_len, draft_shape: see `ModelRunner`.
         description: see `loading.describe`.
         on_loss: called on a thread of its own when a rank was lost.
     """
@@ -83,12 +82,10 @@ class GroupRunner(Runner):
         self.description = loaded.description
 
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
-        """See `device.Runner`; errors of the feeds as for `Packer.packed`."""
         with self._packer.packed(feeds) as batch:
             return self._group.step(batch, question, decide)
 
     def run_draft(self, feeds: Sequence[Feed], query: DraftQuery, question: Any, decide: Decide) -> Any:
-        """See `ModelRunner`."""
         if not feeds:
             return self._group.step(None, question, decide, query)
         with self._packer.packed(feeds) as batch:
@@ -225,9 +222,7 @@ class _Group:
         return answer.answer
 
     def check(self) -> None:
-        """Raises:
-        DeviceLostError: a rank was lost.
-        """
+        """Raises DeviceLostError if a rank was lost."""
         if self._lost:
             raise DeviceLostError(self._lost)
 
@@ -263,10 +258,7 @@ class _Group:
         on_loss()
 
     def _gather(self, refs: list[Any], deadline_s: float) -> list[Any]:
-        """The results of all ranks.
-
-        Raises: see `load`.
-        """
+        """The results of all ranks; errors as of `load`."""
         import ray
 
         waiting = list(refs)

@@ -68,11 +68,8 @@ def load_shard(
 
 
 def check_shardable(config: Any, num_ranks: int) -> None:
-    """Refuse a model by its config if it cannot be sharded over `num_ranks` ranks.
-
-    Raises:
-        ModelLoadError: naming the field and the value.
-    """
+    """Refuse a model that cannot be sharded over so many ranks: a ModelLoadError names the field and the
+    value."""
     text = config.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):
         raise ModelLoadError(f"{text.model_type!r} has no tensor parallel plan in transformers")
@@ -122,11 +119,8 @@ def run_on_local_shards(model: Any, *, in_rank_order: bool = False) -> None:
 
 
 def _wrapper(module: nn.Module, style: str | None, total: Forward) -> Wrap | None:
-    """Adds the collective to a layer's own forward; None for layers that are left to transformers.
-
-    Args:
-        total: sums over ranks.
-    """
+    """Adds the collective to a layer's own forward, with sums over ranks by `total`; None for layers that are
+    left to transformers."""
     if isinstance(module, nn.Embedding):
         return _summed_embedding if style == EMBEDDING else None
     if not isinstance(module, nn.Linear):
@@ -158,7 +152,6 @@ def _unwrap(module: nn.Module, shards: dict[int, nn.Parameter]) -> None:
 
 
 def _all_reduced(part: Tensor) -> Tensor:
-    """The sum over ranks."""
     dist.all_reduce(part)
     return part
 

@@ -25,7 +25,7 @@ class HeadsConfig:
     """What heads are for, and how large they are.
 
     Attributes:
-        target: name of the target, for people.
+        target: its name, for people.
         target_fingerprint: of its config and weights.
         num_heads: the k-th proposes the token k + 1 positions after the state.
         state_size: of the states that the target's output layer reads.
@@ -63,9 +63,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def read_config(directory: Path) -> HeadsConfig:
-    """Raises:
-    ModelLoadError: there are no heads; names the directory.
-    """
+    """A ModelLoadError, which names the directory, if there are no heads."""
     try:
         found = json.loads((directory / CONFIG).read_text())
     except OSError as error:
@@ -81,9 +79,7 @@ def read_config(directory: Path) -> HeadsConfig:
 
 
 def read_weights(directory: Path, config: HeadsConfig) -> dict[str, Tensor]:
-    """Raises:
-    ModelLoadError: they cannot be read, or are others than the config describes.
-    """
+    """A ModelLoadError if they cannot be read, or are others than the config describes."""
     try:
         data = (directory / WEIGHTS).read_bytes()
     except OSError as error:

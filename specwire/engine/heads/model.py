@@ -46,7 +46,6 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], number: int) -> Self:
-        """The head with this number, from 0."""
         return cls(*(weights[f"heads.{number}.{name}"] for name in cls._fields))
 
     def named(self, number: int) -> dict[str, Tensor]:
@@ -55,13 +54,8 @@ class Head(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What heads share with their target.
-
-    Attributes:
-        embedding: module from token ids to embeddings.
-        output: module from states to logits.
-        num_tokens: ids that it can read.
-    """
+    """What heads share with their target: modules from token ids to embeddings, and from states to logits,
+    and how many ids it can read."""
 
     embedding: Any
     output: Any
@@ -76,14 +70,11 @@ class Target(NamedTuple):
 
 
 class Heads:
-    """Heads beside their target."""
+    """Heads beside their target, which compute in this dtype; the target's modules keep theirs."""
 
     def __init__(
         self, heads: Sequence[Head], target: Target, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Args:
-        dtype: that heads compute in; the target's modules keep theirs.
-        """
         self._heads = [Head(*(weight.to(device, dtype) for weight in head)) for head in heads]
         self._target, self._dtype = target, dtype
         self._output_dtype = target.output.weight.dtype
@@ -94,7 +85,7 @@ class Heads:
         Args:
             states: [n, state_size].
             token_ids: int64 [n], what follows each.
-            depth: tokens between the target's own state and these; 0 for its own.
+            depth: tokens between the target's own state and these.
         """
         head = self._heads[min(depth, len(self._heads) - 1)]
         embeddings = self._target.embedding(token_ids).to(self._dtype)
@@ -108,10 +99,7 @@ class Heads:
 
 
 def load(directory: Path, model: Any, name: str, fingerprint: str) -> Heads:
-    """The heads in a directory, for this target.
-
-    Args:
-        name, fingerprint: of the target and its weights.
+    """The heads in a directory, for this target, by its name and its weights' fingerprint.
 
     Raises:
         ModelLoadError: there are none, they cannot be read, or they are another target's.

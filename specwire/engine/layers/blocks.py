@@ -31,16 +31,16 @@ class _Part(NamedTuple):
 class Blocks:
     """Some blocks of a model, which passes within `skipped` leave out.
 
+    Args:
+        parts: of the whole model.
+        num_read: bytes that a pass of the whole model reads.
+
     Attributes:
         blocks: those that are left out.
         share_read: of the weights that a pass reads, the share that is left.
     """
 
     def __init__(self, parts: Mapping[Block, _Part], blocks: Iterable[Block], num_read: int) -> None:
-        """Args:
-        parts: of the whole model.
-        num_read: bytes that a pass of the whole model reads.
-        """
         self.blocks = tuple(sorted(blocks))
         self._parts = [parts[block] for block in self.blocks]
         num_left_out = sum(_num_bytes(part.module) for part in self._parts)
@@ -63,10 +63,7 @@ class Blocks:
 
 
 class ModelBlocks:
-    """All blocks of a model that the engine serves.
-
-    Args:
-        model: with the engine's attention.
+    """All blocks of a model that has the engine's attention.
 
     Raises:
         ModelLoadError: its layers are not made of blocks of their own.
@@ -95,11 +92,7 @@ class ModelBlocks:
         return tuple(sorted(self._parts))
 
     def without(self, blocks: Sequence[Block]) -> Blocks:
-        """The model with some blocks left out.
-
-        Raises:
-            ModelLoadError: it does not have one of them.
-        """
+        """The model with some blocks left out; a ModelLoadError if it does not have one of them."""
         unknown = [block for block in blocks if block not in self._parts]
         if unknown:
             most = self.num_layers - 1

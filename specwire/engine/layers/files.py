@@ -42,15 +42,12 @@ class Found:
 
 
 def save(path: Path, found: Found) -> None:
-    """Write the file as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps({"kind": _KIND, **asdict(found)}, indent=2) + "\n").encode())
 
 
 def read(path: Path) -> Found:
-    """Raises:
-    ModelLoadError: there is none, or it is another file; names it.
-    """
+    """A ModelLoadError, which names the file, if there is none or it is another one."""
     try:
         given = json.loads(path.read_text())
     except OSError as error:
@@ -66,11 +63,10 @@ def read(path: Path) -> Found:
 
 
 def chosen(layers: str, directory: Path, name: str, fingerprint: str) -> tuple[Block, ...]:
-    """The blocks that `--layers` names.
+    """The blocks that `--layers` names: a list of blocks, a file, or `auto`, which looks in the target's
+    directory.
 
     Args:
-        layers: a list of blocks, a file, or `auto`.
-        directory: of the target, where `auto` looks.
         name, fingerprint: of the target and its weights.
 
     Raises:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,7 +86,8 @@ def load(source: str | os.PathLike[str], model: Any) -> BlockDrafter:
     """
     source = os.fspath(source)
     with loading.errors_naming(source):
-        dtype, given = str(model.dtype).removeprefix("torch."), _read_config(source)
+        dtype, path = str(model.dtype).removeprefix("torch."), Path(source) / "config.json"
+        given: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
         tensors: dict[str, Tensor] = {}
         if _NAMED in given or _KIND in given:
             config, tensors = published_config(given), read_tensors(Path(source))
@@ -136,12 +137,6 @@ def _with_own(
     embedding = functools.partial(nn.functional.embedding, weight=embed)
     output = functools.partial(nn.functional.linear, weight=project)
     return BlockDrafter(layers, embedding, output, ids, first=0 if given.get("sample_from_anchor") else 1)
-
-
-def _read_config(source: str) -> dict[str, Any]:
-    path = Path(source) / "config.json"
-    found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-    return found
 
 
 def published_config(given: Mapping[str, Any]) -> MuseGlimmerAssistantConfig:
@@ -244,14 +239,7 @@ def _reference(
 
 
 class BlockRunner(KeepingRunner):
-    """As `ModelRunner`; fills the pages for a block drafter, and runs it.
-
-    Args:
-        drafter: of the model.
-
-    Attributes:
-        state_size: of a state.
-    """
+    """As `ModelRunner`; fills the pages for a block drafter of the model, and runs it."""
 
     def __init__(self, model: Any, drafter: BlockDrafter, **pages: Any) -> None:
         self._drafter, config = drafter, drafter.layers.config
@@ -286,7 +274,8 @@ class BlockRunner(KeepingRunner):
         """States [1, num_tokens, state_size] of tokens, whose keys come after those of the context.
 
         Args:
-            positions: int64, of the context and the tokens; of the context alone, any serve for the tokens.
+            positions: int64, of the context and the tokens, or of the context alone, where any serve for the
+                tokens.
         """
         num_missing = context.shape[1] + embedded.shape[1] - len(positions)
         positions = torch.cat([positions, positions[:num_missing]])
@@ -320,7 +309,7 @@ class BlockRunner(KeepingRunner):
         """The states of the draft tokens after these, [n, num_drafts, state_size]."""
         self._copy(batch)
         slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
-        packed = _Block(slots, batch.segments, self._layers, self.pool.page_size)
+        packed = _Block(slots, batch.segments, self._layers, self.pool.page_size, uses_tables=False)
         embedded = self.embedded(self.block(token_ids))
         context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
         states = self._run_drafter(embedded, context, positions, packed)
@@ -361,12 +350,7 @@ class _Shapes:
 
 @dataclass
 class _Context:
-    """Keeps the keys of a context, which nothing attends to yet.
-
-    Attributes:
-        slots: int64 [num_tokens], of the context.
-        layers: the caches by attention module.
-    """
+    """Keeps the keys of a context, in these slots (int64 [num_tokens]); nothing attends to them yet."""
 
     slots: Tensor
     layers: dict[nn.Module, LayerCache]
@@ -383,8 +367,6 @@ class _Context:
 @dataclass
 class _Block(attention.PackedBatch):
     """Blocks of several sequences: the tokens of each see one another and the sequence before them."""
-
-    uses_tables: ClassVar = False
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         window, group = scoring.sliding_window, query.shape[1] // layer.keys.shape[1]

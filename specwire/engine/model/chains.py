@@ -33,8 +33,8 @@ class Choice(NamedTuple):
     """How the next token of each sequence is chosen.
 
     Attributes:
-        function: of logits [num_sequences, vocab_size] and a step of each column; the first of its results is
-            the tokens, int64 [num_sequences]. It reads no value back to the host.
+        function: of logits [num_sequences, vocab_size] and a step of each column; its first result is the
+            tokens, int64 [num_sequences]. It reads no value back to the host.
         columns: what it reads at each step, [num_steps, num_sequences, ...].
     """
 
@@ -43,11 +43,7 @@ class Choice(NamedTuple):
 
 
 class ChainSteps:
-    """Decodes with the passes of a model.
-
-    Args:
-        steps: its padded passes.
-        replay: how steps are captured.
+    """Decodes with the padded passes of a model.
 
     Attributes:
         can_run: until a capture fails.
@@ -145,11 +141,7 @@ class _Loop:
     def run(
         self, first: Batch, slots: IntArray, logits: Tensor, columns: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """See `ChainSteps.run`.
-
-        Args:
-            slots: [num_steps - 1, num_sequences].
-        """
+        """See `ChainSteps.run`; slots are [num_steps - 1, num_sequences]."""
         num_steps, num = columns[0].shape[:2]
         self._inputs.fill(first)
         self._slots.fill_(self._inputs.scratch_slot)

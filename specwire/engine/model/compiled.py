@@ -20,12 +20,7 @@ _NUM_COMPILERS = 8
 
 
 class CompiledLayers:
-    """The layers of a model that contain its attention, compiled from now on.
-
-    Args:
-        model: a transformers causal language model with the engine's attention.
-        attending: its attention modules.
-        backend: of torch's compiler.
+    """The layers of a model that contain its attention modules, compiled from now on.
 
     Raises:
         ModelLoadError: its layers are in no list.

@@ -41,9 +41,8 @@ class NotingRunner(ModelRunner):
     """As `ModelRunner`; notes what enters some of the target's layers.
 
     Args:
-        layer_ids: of these layers, in the order in which states are wanted; the number of layers stands for
-            what the last norm gives.
-        pages: of `ModelRunner`.
+        layer_ids: of these, in the order in which states are wanted; the number of layers stands for what the
+            last norm gives.
     """
 
     def __init__(self, model: Any, layer_ids: Collection[int], **pages: Any) -> None:
@@ -112,7 +111,6 @@ def chain_logits(runner: Any, cache: SequenceCache, token_ids: Iterable[int]) ->
     """What drafts, along a chain: its logits after each token, float32 [1, vocab_size].
 
     Args:
-        runner: of a target, with a drafter that fills pages.
         cache: what the first token follows; the chain, or the block that it is drafted in, is appended.
 
     Raises:
@@ -161,11 +159,7 @@ def bare_rows(embedding: Any) -> Callable[[Tensor], Tensor]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory's files.
-
-    Raises:
-        ModelLoadError: there are none.
-    """
+    """All tensors of a directory's files; a ModelLoadError if there are none."""
     found: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         found |= load_file(path)
@@ -185,7 +179,7 @@ def target_ids(num_drafted: int, vocab_size: int, offsets: Tensor | None, num_kn
         num_known: ids that the target can read.
 
     Raises:
-        ModelLoadError: it does not lead to as many ids of the target's.
+        ModelLoadError: it does not lead to as many of these.
     """
     if offsets is None:
         if num_drafted != vocab_size:

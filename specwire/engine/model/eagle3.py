@@ -43,7 +43,7 @@ from specwire.engine.model.drafter import (
     read_tensors,
     target_ids,
 )
-from specwire.engine.model.mtp import MtpBatch, without_first
+from specwire.engine.model.mtp import without_first
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
 from specwire.errors import ModelLoadError
@@ -65,9 +65,9 @@ class Settings(NamedTuple):
     Attributes:
         layer: transformers' config of the layer.
         layer_ids: layers of the target whose inputs are read, in ascending order.
-        norm_before_residual: whether the layer adds to the normalised state.
-        norm_before_fc: whether one norm covers the states that are read; with `fc_norm` each has its own.
-        norm_output: whether the next state is taken after the last norm.
+        norm_before_residual: the layer adds to the normalised state.
+        norm_before_fc: one norm covers the states that are read; with `fc_norm` each has its own.
+        norm_output: the next state is taken after the last norm.
     """
 
     layer: Any
@@ -203,7 +203,7 @@ class Eagle3(nn.Module):
     """The drafter. Its parameters have the names that they have in files, but for its layer.
 
     Args:
-        has_embedding: whether embeddings are its own.
+        has_embedding: embeddings are its own.
 
     Attributes:
         target_ids: int64 [draft_vocab_size], of its own ids.
@@ -300,11 +300,8 @@ def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
 
 
 def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Take all parameters from a file.
-
-    Raises:
-        ModelLoadError: one is missing or of another shape, or the file has one that is not known.
-    """
+    """Take all parameters from a file; a ModelLoadError names one that it lacks, has besides, or in another
+    shape."""
     wanted = drafter.state_dict()
     for problem, names in (
         ("lacks", wanted.keys() - tensors.keys()),
@@ -320,7 +317,6 @@ def _fill(drafter: Eagle3, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def self_check(model: Any, drafter: Eagle3) -> None:
-    """See `check_drafts`."""
     tokens = loading.check_ids(model, _CHECK_TOKENS)
     runner = Eagle3Runner(model, drafter, num_pages=2 * len(tokens), page_size=4)
     before, chain = tokens[:-_NUM_CHECKED], tokens[-_NUM_CHECKED:]
@@ -330,7 +326,7 @@ def self_check(model: Any, drafter: Eagle3) -> None:
 
 @torch.inference_mode()
 def _reference(model: Any, drafter: Eagle3, tokens: Sequence[int]) -> Tensor:
-    """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, all of which are draft tokens but the
+    """Logits [_NUM_CHECKED, draft_vocab_size] after the last tokens, which are draft tokens but for the
     first: by passes over the whole text, without any cache."""
     with loading.eager(model):
         token_ids = torch.tensor(tokens, device=model.device)
@@ -362,11 +358,7 @@ class _Whole:
 
 
 class Eagle3Runner(KeepingRunner):
-    """As `ModelRunner`; fills the pages for EAGLE-3, and runs it.
-
-    Args:
-        drafter: of the model.
-    """
+    """As `ModelRunner`; fills the pages for EAGLE-3, and runs it."""
 
     _has_previous = True
 
@@ -376,7 +368,6 @@ class Eagle3Runner(KeepingRunner):
         super().__init__(model, drafter.settings.layer_ids, **pages)
 
     def _reduced(self) -> Tensor:
-        """Of the latest pass, [num_tokens, size]."""
         return self._drafter.reduced([each[0] for each in self._taken()])
 
     @torch.inference_mode()
@@ -412,6 +403,6 @@ class Eagle3Runner(KeepingRunner):
         )
         given = self._known.keys[before, 0] if states is None else self._drafter.following(states)
         _, segments = without_first(batch, 1)
-        packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+        packed = attention.PackedBatch(slots, segments, self._layers, self.pool.page_size, uses_tables=False)
         found = self._nodes.add(query, self._drafter(given, token_ids, positions, packed))
         return self._spread(self._drafter.logits(found), self._drafter.target_ids)

@@ -23,9 +23,8 @@ from transformers import AutoModelForSeq2SeqLM, EncoderDecoderCache
 
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.encoded import DecoderBatch, DecoderProbe, EncoderPass
-from specwire.engine.batch import Batch, EncoderInputs, Feed
+from specwire.engine.batch import Batch, EncoderInputs
 from specwire.engine.model import loading
-from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner, num_embeddings
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -37,19 +36,9 @@ _CHECK_TOKENS = 12
 
 def load(source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu") -> Any:
     """As `loading.load_model`, of an encoder-decoder."""
-    source = os.fspath(source)
-    with loading.errors_naming(source):
-        config = loading.read_config(source, may_encode=True)
-        wanted = loading.weights_dtype(config, dtype, device)
-        placement = loading.placement(config, device)
-        with loading.naming_method(config):
-            model = loading.load_weights(source, wanted, kind=AutoModelForSeq2SeqLM, **placement)
-            if not loading.is_quantised(config):
-                model = model.to(device)
-            first_tokens(model)
-            pack_linears(model)
-            self_check(model)
-    return model
+    return loading.load_model(
+        source, dtype=dtype, device=device, kind=AutoModelForSeq2SeqLM, check=self_check
+    )
 
 
 def describe(model: Any, source: str | os.PathLike[str] = "") -> dict[str, Any]:
@@ -82,39 +71,17 @@ def self_check(model: Any) -> None:
     """As `loading.self_check`: two sequences with inputs of their own share the passes.
 
     Raises:
-        ModelLoadError: the logits differ, so the engine does not compute this model.
+        ModelLoadError: it has no start token, or the logits differ.
     """
+    first_tokens(model)
     attention.register()
     rng, most = np.random.default_rng(0), num_embeddings(model)
-    inputs = [rng.integers(most, size=size).tolist() for size in _CHECK_INPUTS]
+    one, other = (rng.integers(most, size=size).tolist() for size in _CHECK_INPUTS)
     tokens = rng.integers(most, size=_CHECK_TOKENS).tolist()
-    reference = _own_logits(model, inputs, tokens)
-    num_pages = sum(len(each) + len(tokens) for each in inputs)
-    runner = EncoderDecoderRunner(model, num_pages=num_pages, page_size=4)
-    loading.check_logits(model, _packed_logits(runner, inputs, tokens), reference)
-
-
-def _packed_logits(runner: ModelRunner, inputs: list[list[int]], tokens: list[int]) -> Tensor:
-    """Logits [2 * num_tokens, vocab_size]: in two chunks after the first input, at once after the second."""
-    num_tokens, first = len(tokens), len(tokens) // 2
-    with runner.new_sequence() as pieces, runner.new_sequence() as whole:
-        pieces.encoder_len, whole.encoder_len = map(len, inputs)
-        wrong = tokens[first : first + 3][::-1]
-        start = runner.forward([Feed(pieces, inputs[0] + tokens[:first] + wrong, first + len(wrong))])[:first]
-        pieces.truncate(len(inputs[0]) + first)
-        rest = Feed(pieces, tokens[first:], num_tokens - first)
-        both = runner.forward([rest, Feed(whole, inputs[1] + tokens, num_tokens)])
-    return torch.cat([start, both])
-
-
-@torch.inference_mode()
-def _own_logits(model: Any, inputs: list[list[int]], tokens: list[int]) -> Tensor:
-    """The model's own eager forward after each input, float32 [2 * num_tokens, vocab_size]."""
-    with loading.eager(model):
-        decoded = torch.tensor([tokens], device=model.device)
-        encoded = [torch.tensor([each], device=model.device) for each in inputs]
-        found = [model(input_ids=ids, decoder_input_ids=decoded, use_cache=False) for ids in encoded]
-        return torch.cat([output.logits[0].float() for output in found])
+    decoded = torch.tensor([tokens], device=model.device)
+    reference = [loading.own_logits(model, each, decoder_input_ids=decoded) for each in (one, other)]
+    runner = EncoderDecoderRunner(model, num_pages=sum(_CHECK_INPUTS) + 2 * _CHECK_TOKENS, page_size=4)
+    loading.check_logits(model, loading.packed_logits(runner, tokens, (one, other)), torch.cat(reference))
 
 
 class EncoderDecoderRunner(ModelRunner):
@@ -155,6 +122,7 @@ class EncoderDecoderRunner(ModelRunner):
             batch.segments,
             self._layers,
             self.pool.page_size,
+            uses_tables=False,
             cross=self._cross,
             input_slots=to_device(inputs.slots, self.device),
         )
@@ -175,14 +143,11 @@ class EncoderDecoderRunner(ModelRunner):
     def _decoded(
         self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, states: Tensor
     ) -> Tensor:
-        """A packed row of decoder tokens.
+        """Logits [num_tokens, vocab_size] of a packed row of decoder tokens, in the model's dtype.
 
         Args:
             token_ids, positions: int64 [num_tokens].
             states: of the inputs whose keys and values the cross-attentions are to compute.
-
-        Returns:
-            [num_tokens, vocab_size] in the model's dtype.
         """
         self._positions = positions
         try:
@@ -219,15 +184,11 @@ class EncoderDecoderRunner(ModelRunner):
 
 
 class _Known(EncoderDecoderCache):  # type: ignore[misc]
-    """What transformers takes for its cache in a pass without new inputs: cross-attentions compute no keys.
-
-    Those of self-attentions pass through, and are kept by `DecoderBatch`.
-    """
+    """What transformers takes for its cache in a pass without new inputs: cross-attentions compute no keys,
+    and those of self-attentions pass through, to be kept by `DecoderBatch`."""
 
     def __init__(self, nothing: Tensor) -> None:
-        """Args:
-        nothing: [1, 1, 0, 1], what the cross-attentions are given instead of keys and values.
-        """
+        """Cross-attentions are given `nothing`, [1, 1, 0, 1], instead of keys and values."""
         layer = SimpleNamespace(keys=nothing, values=nothing)
         passing = SimpleNamespace(
             layers=_Same(layer),

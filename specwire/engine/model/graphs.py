@@ -6,6 +6,7 @@ eagerly. If a capture fails (a model that waits for the device inside a pass), a
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -37,11 +38,12 @@ class PaddedSteps:
     """Runs packed rows in buckets.
 
     Args:
-        run_model: runs the model on the inputs of a bucket; returns logits [num_tokens, vocab_size], the
-            wanted rows first.
-        buckets: the sizes.
-        replay: how they are captured.
+        run_model: on the inputs of a bucket; returns logits [num_tokens, vocab_size], the wanted rows first.
+        replay: how buckets are captured.
         scratch_slot: slot that padding tokens write to.
+
+    Attributes:
+        recorded: captured steps.
     """
 
     def __init__(
@@ -56,58 +58,45 @@ class PaddedSteps:
         self._replay: Replay | None = replay
         self._device = device
         self._scratch_slot = scratch_slot
-        self._inputs: dict[Bucket, StepInputs] = {}
-        self._recorded: dict[Bucket, Callable[[], Tensor]] = {}
+        self._inputs = functools.cache(self.new_inputs)  # the same memory for all steps of a size
+        self.recorded: dict[Bucket, Callable[[], Tensor]] = {}
         self._num_used: Counter[Bucket] = Counter()
-
-    @property
-    def num_recorded(self) -> int:
-        """Number of captured buckets."""
-        return len(self._recorded)
 
     def run(self, row: Batch) -> Tensor | None:
         """Logits float32 [len(row.rows), vocab_size], in new memory; None if the row fits no bucket."""
         bucket = self.buckets.fit(row)
         if bucket is None:
             return None
-        self._inputs_of(bucket).fill(row)
+        self._inputs(bucket).fill(row)
         self._num_used[bucket] += 1
         if self._num_used[bucket] == _RECORD_AT:
             self._record(bucket)
-        return self._logits(bucket)[: len(row.rows)].to(torch.float32, copy=True)
+        replay = self.recorded.get(bucket)
+        logits = replay() if replay else self.run_model(self._inputs(bucket))
+        return logits[: len(row.rows)].to(torch.float32, copy=True)
 
     def warm(self) -> None:
         """Capture the buckets of a single stream, so that its first rounds need not wait for that."""
         for bucket in self.buckets.single_stream():
-            self._inputs_of(bucket).fill(None)
+            self._inputs(bucket).fill(None)
             self._num_used[bucket] = _RECORD_AT
             self._record(bucket)
 
     def stop_replaying(self) -> None:
         """Run padded steps eagerly from now on."""
         self._replay = None
-        self._recorded.clear()
+        self.recorded.clear()
 
     def new_inputs(self, bucket: Bucket) -> StepInputs:
-        """Memory for the inputs of a size."""
         return StepInputs(bucket, self._device, self._scratch_slot)
-
-    def _inputs_of(self, bucket: Bucket) -> StepInputs:
-        if bucket not in self._inputs:
-            self._inputs[bucket] = self.new_inputs(bucket)
-        return self._inputs[bucket]
 
     def _record(self, bucket: Bucket) -> None:
         """Running a step more than once is harmless: it writes the same keys to the same slots."""
-        if self._replay is None or bucket in self._recorded or len(self._recorded) >= MAX_GRAPHS:
+        if self._replay is None or bucket in self.recorded or len(self.recorded) >= MAX_GRAPHS:
             return
-        inputs = self._inputs[bucket]
+        inputs = self._inputs(bucket)
         try:
-            self._recorded[bucket] = self._replay.capture(lambda: self.run_model(inputs))
+            self.recorded[bucket] = self._replay.capture(lambda: self.run_model(inputs))
         except Exception as error:
             log.warning("steps run without CUDA graphs: %s", str(error).partition("\n")[0])
             self._replay = None
-
-    def _logits(self, bucket: Bucket) -> Tensor:
-        replay = self._recorded.get(bucket)
-        return replay() if replay else self.run_model(self._inputs[bucket])

@@ -19,10 +19,8 @@ _NAMES = "q_proj", "k_proj", "v_proj"
 def join_projections(attending: Sequence[nn.Module]) -> int:
     """Compute the projections of attention modules together, where they are plain linear layers.
 
-    A weight becomes a part of the one that is read; parameters keep their names, shapes and values.
-
-    Returns:
-        The number of modules whose projections were joined.
+    A weight becomes a part of the one that is read; parameters keep their names, shapes and values. Returns
+    the number of modules whose projections were joined.
     """
     found = [[getattr(module, name, None) for name in _NAMES] for module in attending]
     alike = [linears for linears in found if _can_join(linears)]

@@ -1,8 +1,8 @@
 """Loads a model, or reports exactly why it cannot be served: refuse, never approximate.
 
-A model must pass three checks: its config describes a causal language model; all of
-its weights are in the checkpoint; and its logits through the paged engine, in chunks and after a rollback,
-equal its own. The last check needs no list of supported models.
+A model must pass three checks: its config describes a causal language model; all of its weights are in the
+checkpoint; and its logits through the paged engine, in chunks and after a rollback, equal its own. The last
+check needs no list of supported models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_model(
-    source: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu", packs: bool = True
+    source: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    packs: bool = True,
+    kind: Any = AutoModelForCausalLM,
+    check: Callable[[Any], None] | None = None,
 ) -> Any:
     """Load a causal language model for the engine, and check that the engine reproduces its logits.
 
@@ -51,6 +57,8 @@ def load_model(
             their format.
         device: where to load it.
         packs: whether weights may be packed on a CPU; packed ones cannot learn.
+        kind: what loads it, of transformers' auto classes.
+        check: in place of `self_check`, for another kind.
 
     Returns:
         The transformers model in eval mode, with the engine's attention.
@@ -60,14 +68,15 @@ def load_model(
     """
     source = os.fspath(source)
     with errors_naming(source):
-        config = read_config(source)
+        config = read_config(source, may_encode=kind is not AutoModelForCausalLM)
+        wanted = weights_dtype(config, dtype, device)
         with naming_method(config):
-            model = load_weights(source, weights_dtype(config, dtype, device), **placement(config, device))
+            model = load_weights(source, wanted, kind=kind, **placement(config, device))
             if not is_quantised(config):
                 model = model.to(device)
             if packs:
                 pack_linears(model)
-            self_check(model)
+            (check or self_check)(model)
     return model
 
 
@@ -75,7 +84,7 @@ def read_config(source: str, *, may_encode: bool = False) -> Any:
     """The config of a model, checked as far as possible without its weights.
 
     Args:
-        may_encode: whether it may be an encoder-decoder.
+        may_encode: it may be an encoder-decoder.
 
     Raises:
         ModelLoadError: there is none, or it describes a model that cannot be served.
@@ -117,8 +126,8 @@ def check_config(config: Any) -> None:
     """Refuse a model by its config if the engine cannot serve it.
 
     Raises:
-        ModelLoadError: an encoder-decoder, no causal language model, recurrent state, or attention that the
-            engine cannot replace.
+        ModelLoadError: an encoder-decoder, no causal language model, recurrent state that transformers' cache
+            does not have, or attention that the engine cannot replace.
     """
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -145,7 +154,7 @@ def is_recurrent(config: Any) -> bool:
 
 
 def _model_class(config: Any) -> Any:
-    """transformers' class of the causal language model. Errors as of `check_config`."""
+    """transformers' class of the causal language model."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config(decoder=True)
@@ -193,10 +202,9 @@ def load_weights(source: str | None, dtype: str, *, kind: Any = AutoModelForCaus
     """The model with every weight taken from the checkpoint; none may be initialised at random.
 
     Args:
-        source: directory or hub id; None where `keywords` have the weights.
+        source: directory or hub id; None where `keywords`, for `from_pretrained`, have the weights.
         dtype: the name of a torch dtype, or `auto`.
         kind: what loads it, of transformers' auto classes.
-        keywords: for `from_pretrained`.
 
     Raises:
         ModelLoadError: a weight is missing or has another shape.
@@ -235,16 +243,13 @@ def self_check(model: Any) -> None:
     """
     attention.register()
     tokens = check_ids(model)
-    reference = _own_logits(model, tokens).repeat(2, 1)
+    reference = own_logits(model, tokens).repeat(2, 1)
     for runner in _runners(model, len(tokens)):
-        check_logits(model, _packed_logits(runner, tokens), reference, cause=lambda: _cause(model, tokens))
+        check_logits(model, packed_logits(runner, tokens), reference, cause=lambda: _cause(model, tokens))
 
 
 def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
-    """Attach adapters to a model, and check each of them.
-
-    Args:
-        directories: as peft writes them, by the names of the adapters.
+    """Attach adapters, by their names in directories as peft writes them, to a model, and check each of them.
 
     Raises:
         ModelLoadError: naming the flag, the adapter and the reason.
@@ -269,7 +274,7 @@ def check_adapter(model: Any, number: int) -> None:
     """
     tokens = check_ids(model)
     with lora.running(torch.full((len(tokens),), number, device=model.device)):
-        reference = _own_logits(model, tokens).repeat(2, 1)
+        reference = own_logits(model, tokens).repeat(2, 1)
     for runner in _runners(model, len(tokens)):
         check_logits(model, _logits_beside(runner, tokens, number), reference)
 
@@ -293,8 +298,8 @@ def _cause(model: Any, tokens: list[int]) -> str:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "; the model takes no position_ids, and counts the row's tokens instead"
     order = torch.arange(len(tokens), device=model.device)
-    numbered = _own_logits(model, tokens, position_ids=order[None])
-    if relative_error(numbered, _own_logits(model, tokens)) > _TOLERANCE[torch.float32]:
+    numbered = own_logits(model, tokens, position_ids=order[None])
+    if relative_error(numbered, own_logits(model, tokens)) > _TOLERANCE[torch.float32]:
         return "; the model numbers positions in a way of its own, not from 0"
     return ""
 
@@ -302,10 +307,7 @@ def _cause(model: Any, tokens: list[int]) -> str:
 def check_logits(
     model: Any, logits: Tensor, reference: Tensor, cause: Callable[[], str] = lambda: ""
 ) -> None:
-    """Compare the engine's logits with the model's own.
-
-    Args:
-        cause: what the error says further.
+    """Compare the engine's logits with the model's own; `cause` is what the error says further.
 
     Raises:
         ModelLoadError: they differ.
@@ -338,21 +340,29 @@ def check_ids(model: Any, least: int = _CHECK_TOKENS) -> list[int]:
     return ids
 
 
-def _packed_logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
-    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two chunks and then in one."""
+def packed_logits(
+    runner: ModelRunner, tokens: list[int], inputs: tuple[list[int], list[int]] = ([], [])
+) -> Tensor:
+    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two chunks and then in one.
+
+    Args:
+        inputs: what an encoder reads before each.
+    """
     first = len(tokens) // 2
     with runner.new_sequence() as pieces, runner.new_sequence() as whole:
+        pieces.encoder_len, whole.encoder_len = map(len, inputs)
         pieces.committed_len = first
         wrong = tokens[first : first + 3][::-1]
-        start = runner.forward([Feed(pieces, tokens[:first] + wrong, first + len(wrong))])[:first]
-        pieces.truncate(first)
-        rest = len(tokens) - first
-        both = runner.forward([Feed(pieces, tokens[first:], rest), Feed(whole, tokens, len(tokens))])
+        begun = Feed(pieces, inputs[0] + tokens[:first] + wrong, first + len(wrong))
+        start = runner.forward([begun])[:first]
+        pieces.truncate(len(inputs[0]) + first)
+        rest = Feed(pieces, tokens[first:], len(tokens) - first)
+        both = runner.forward([rest, Feed(whole, inputs[1] + tokens, len(tokens))])
     return torch.cat([start, both])
 
 
 @torch.inference_mode()
-def _own_logits(model: Any, tokens: list[int], **keywords: Any) -> Tensor:
+def own_logits(model: Any, tokens: list[int], **keywords: Any) -> Tensor:
     """The model's own eager forward without any cache, float32 [num_tokens, vocab_size]."""
     with eager(model):
         ids = torch.tensor([tokens], device=model.device)

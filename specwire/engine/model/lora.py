@@ -53,13 +53,8 @@ _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 class Factors(NamedTuple):
-    """What an adapter adds to a layer.
-
-    Attributes:
-        down: A, [rank, in].
-        up: B, [out, rank].
-        scaling: of their product.
-    """
+    """What an adapter adds to a layer: A, [rank, in], and B, [out, rank], and the scaling of their
+    product."""
 
     down: Tensor
     up: Tensor
@@ -68,12 +63,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as it is stored.
-
-    Attributes:
-        name: that requests have.
-        factors: by the path of the layer in the model.
-    """
+    """An adapter as it is stored: the name that requests have, and factors by the path of the layer."""
 
     name: str
     factors: Mapping[str, Factors]
@@ -102,9 +92,7 @@ def read(name: str, directory: Path) -> Adapter:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    """Raises:
-    ModelLoadError: naming the first field with a value that is not served.
-    """
+    """A ModelLoadError names the first field with a value that is not served."""
     start = config.get("init_lora_weights", True)
     refused = {
         "peft_type": config.get("peft_type") != "LORA",
@@ -119,11 +107,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def _factors(path: str, pair: Mapping[str, Tensor], config: Mapping[str, Any]) -> Factors:
-    """Those of a layer, scaled as peft does.
-
-    Raises:
-        ModelLoadError: one is missing, its rank is not the config's, or the config does not name the layer.
-    """
+    """Those of a layer, scaled as peft does; a ModelLoadError where tensors and config do not fit."""
     targets = config["target_modules"]
     if isinstance(targets, str):
         is_named = targets == "all-linear" or re.fullmatch(targets, path) is not None
@@ -149,11 +133,8 @@ def _by_pattern(patterns: Mapping[str, Any] | None, path: str, usual: Any) -> An
 
 
 def attach(model: Any, adapters: Sequence[Adapter]) -> None:
-    """Let a model's linear layers add what adapters have for them, in passes that are `running` with some.
-
-    Args:
-        model: of transformers; its weights may be packed already.
-        adapters: sequences name them by their place here, counted from 1.
+    """Let a model's linear layers, packed or not, add what adapters have for them, in passes that are
+    `running` with some. Sequences name adapters by their place here, counted from 1.
 
     Raises:
         ModelLoadError: naming the adapter and a layer that the model does not have, or that takes none.
@@ -197,10 +178,7 @@ class _Adapted:
     def __init__(
         self, path: str, layer: nn.Module, parts: Sequence[tuple[int, Factors]], num_adapters: int
     ) -> None:
-        """Args:
-        parts: number of each adapter that has the layer, and what it adds.
-        num_adapters: of the model.
-        """
+        """`parts` are the number of each adapter that has the layer, and what it adds."""
         weight: Tensor = layer.weight  # type: ignore[assignment]
         self._path, self.num_adapters = path, num_adapters
         self._own: Callable[[Tensor], Tensor] = layer.forward
@@ -215,9 +193,7 @@ class _Adapted:
             start = end
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Args:
-        inputs: [..., in] of all tokens of a pass.
-        """
+        """`inputs` are [..., in] of all tokens of a pass."""
         output = self._own(inputs)
         numbers = _running.get()
         if numbers is None:
@@ -235,11 +211,8 @@ _running: ContextVar[Tensor | None] = ContextVar("running", default=None)
 
 @contextlib.contextmanager
 def running(numbers: Tensor | None) -> Iterator[None]:
-    """Passes in this thread have tokens of these adapters.
-
-    Args:
-        numbers: int64 [num_tokens], the adapter of each token, 0 for none; None if no token has one.
-    """
+    """Passes in this thread have tokens of these adapters: int64 [num_tokens], the adapter of each token, 0
+    for none; None if no token has one."""
     token = _running.set(numbers)
     try:
         yield

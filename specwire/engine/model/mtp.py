@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,10 +75,8 @@ def self_check(model: Any, mtp: MtpModel) -> None:
 
 @torch.inference_mode()
 def _reference(model: Any, mtp: MtpModel, tokens: Sequence[int]) -> Tensor:
-    """Logits [num_layers, vocab_size] after all but the last tokens, given each layer the token after them.
-
-    By eager passes of the model and of each layer over the whole text, without any cache.
-    """
+    """Logits [num_layers, vocab_size] after all but the last tokens, given each layer the token after them:
+    by eager passes of the model and of each layer over the whole text, without any cache."""
     num_layers = len(mtp.layers)
     with loading.eager(model, mtp):
         token_ids = torch.tensor([tokens], device=model.device)
@@ -95,17 +92,10 @@ def _reference(model: Any, mtp: MtpModel, tokens: Sequence[int]) -> Tensor:
 
 
 class MtpRunner(NotingRunner):
-    """As `ModelRunner`; fills the pages for layers that draft, and runs them.
-
-    Args:
-        mtp: of the model.
-
-    Attributes:
-        state_size: of a state.
-    """
+    """As `ModelRunner`; fills the pages for layers that draft, and runs them."""
 
     def __init__(self, model: Any, mtp: MtpModel, **pages: Any) -> None:
-        self._mtp, self._nodes = mtp, NodeStates()
+        self._mtp, self._num_layers, self._nodes = mtp, len(mtp.layers), NodeStates()
         last_norm = len(model.get_decoder().layers)
         super().__init__(model, [last_norm], **pages)
         self.draft_shape = DraftShape(self.vocab_size)
@@ -117,15 +107,10 @@ class MtpRunner(NotingRunner):
         self.state_size = int(states.shape[-1])
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
         read = LayerShape(states, states.new_empty(1, 0), 1, Scoring(1.0))
-        for number in range(self.num_layers):
+        for number in range(self._num_layers):
             self._layer(number, states, token, token, own)
         probe.shapes |= own.shapes | dict.fromkeys(self._mtp.layers, read)
         return probe
-
-    @property
-    def num_layers(self) -> int:
-        """Layers for multi-token prediction."""
-        return len(self._mtp.layers)
 
     def _run_packed(self, batch: Batch) -> Tensor:
         logits = super()._run_packed(batch)
@@ -138,7 +123,7 @@ class MtpRunner(NotingRunner):
         """See `ModelRunner`: chains that began together, so all nodes have one depth."""
         assert batch is not None
         self._copy(batch)
-        first = min(int(query.depths[0]), self.num_layers - 1)
+        first = min(int(query.depths[0]), self._num_layers - 1)
         states = self._nodes.add(query, self._run_layers(batch, first, self._nodes.before(query)))
         logits: Tensor = self._mtp._project_to_logits(states.to(self.model.dtype)).float()
         logits[:, self.num_embeddings :] = float("-inf")
@@ -148,14 +133,14 @@ class MtpRunner(NotingRunner):
         """Run the layers from the first one on.
 
         Args:
-            states: that the first layer reads, by token; None for those in the pages, as of all others.
+            states: that it reads, by token; None for those in the pages, as all others read.
 
         Returns:
             [num_tokens, state_size], of the first layer, without the tokens that it does not read.
         """
         found = states
         previous = batch.previous_slots()
-        for number in range(first, self.num_layers):
+        for number in range(first, self._num_layers):
             kept, segments = without_first(batch, number + 1)
             if not len(segments):
                 break
@@ -163,11 +148,11 @@ class MtpRunner(NotingRunner):
                 to_device(part[kept], self.device)
                 for part in (batch.slots, previous, batch.token_ids, batch.positions)
             )
-            packed = MtpBatch(slots, segments, self._layers, self.pool.page_size)
+            packed = PackedBatch(slots, segments, self._layers, self.pool.page_size, uses_tables=False)
             given = states if number == first else None
             read = self._known(number).keys[before, 0] if given is None else given
             after = self._layer(number, read.to(self.model.dtype), token_ids, positions, packed)
-            if number + 1 < self.num_layers:
+            if number + 1 < self._num_layers:
                 self._known(number + 1).keys[slots, 0] = after
             if number == first:
                 found = after
@@ -188,15 +173,9 @@ class MtpRunner(NotingRunner):
         return self._layers[self._mtp.layers[number]]
 
 
-@dataclass
-class MtpBatch(PackedBatch):
-    """A packed row whose segments skip the first keys, which kernels for page tables cannot."""
-
-    uses_tables: ClassVar = False
-
-
 def without_first(batch: Batch, num_first: int) -> tuple[npt.NDArray[np.bool_], Segments]:
-    """A row without the first tokens of its sequences, and with these hidden from all others.
+    """A row without the first tokens of its sequences, and with these hidden from all others, which kernels
+    for page tables cannot do.
 
     Returns:
         Which tokens of the row are left, bool [num_tokens], and the segments of these.

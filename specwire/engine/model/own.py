@@ -43,8 +43,7 @@ def make_runner(
 
     Args:
         directory: of the model.
-        num_pages: see `ModelRunner`.
-        steps: how passes are run, see there.
+        steps: how passes are run, see `ModelRunner`.
 
     Raises:
         ModelLoadError: what it drafts with cannot be loaded, or is not this model's.
@@ -67,12 +66,7 @@ def make_runner(
 
 
 class HeadsRunner(ModelRunner):
-    """As `ModelRunner`; runs heads on the states of the latest pass.
-
-    Args:
-        heads: of the model.
-        options: of `ModelRunner`.
-    """
+    """As `ModelRunner`; runs heads on the states of the latest pass."""
 
     def __init__(self, model: Any, heads: Heads, **options: Any) -> None:
         self._heads, self._nodes = heads, NodeStates()
@@ -100,12 +94,7 @@ class HeadsRunner(ModelRunner):
 
 
 class LayersRunner(ModelRunner):
-    """As `ModelRunner`; drafts with the model less some of its blocks.
-
-    Args:
-        left_out: of the model.
-        options: of `ModelRunner`.
-    """
+    """As `ModelRunner`; drafts with the model less some of its blocks."""
 
     def __init__(self, model: Any, left_out: Blocks, **options: Any) -> None:
         super().__init__(model, **options)

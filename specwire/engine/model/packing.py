@@ -27,15 +27,12 @@ tokens), 1,024 x 1,024 takes 51 and 54 (233 and 59), 4,096 x 1,024 takes 228 and
 
 
 def pack_linears(model: nn.Module, *, keeps_none: bool = False) -> int:
-    """Pack the bfloat16 and float32 linear layers of a model on a CPU, where torch and the CPU support it.
-
-    The original weight is freed unless another module shares it, or single tokens are faster with it.
+    """Pack the bfloat16 and float32 linear layers of a model on a CPU, where torch and the CPU support it;
+    returns their number. The original weight is freed unless another module shares it, or single tokens are
+    faster with it.
 
     Args:
         keeps_none: leave those alone of which both would be kept.
-
-    Returns:
-        The number of packed layers.
     """
     each_own = (module.parameters(recurse=False) for module in model.modules())
     users = Counter(map(id, chain.from_iterable(each_own)))

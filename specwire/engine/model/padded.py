@@ -38,10 +38,9 @@ class Bucket(NamedTuple):
     """The size of a padded step.
 
     Attributes:
-        num_tokens: tokens, padding included.
+        num_tokens: padding included.
         num_segments: sequences.
-        max_query: maximum tokens of one sequence.
-        num_pages: maximum pages of one sequence.
+        max_query, num_pages: most tokens, and pages, of one sequence.
         has_trees: some sequences end in trees, whose attention copies the keys.
         has_few_rows: logits are wanted of `_FEW_ROWS` tokens at most.
         has_adapters: some tokens have an adapter, and all are run with adapters.
@@ -69,7 +68,7 @@ class Buckets:
 
     Attributes:
         page_size: slots in a page.
-        max_pages: maximum pages of a sequence.
+        max_pages: of a sequence.
         max_tokens: larger steps are not padded.
         gathers: attention copies the keys, so the size of the copies is bounded too.
         batch_invariant: all steps have one size, `INVARIANT_TOKENS`.
@@ -199,7 +198,7 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still read the block
         num_tokens = self._fill_tokens(row)
-        self._fill_segments(row.segments if row else Segments.of(()), num_tokens)
+        self._fill_segments(row.segments if row else Segments([0], [], [], 0, {}), num_tokens)
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -234,36 +233,21 @@ class StepInputs:
         pages[:num, : table.shape[1]] = table
 
 
-@dataclass
 class TabledBatch:
-    """What attends in a padded step: everything about the sequences is on the device.
+    """What attends in a padded step, as `PackedBatch`; everything about the sequences is on the device."""
 
-    Attributes:
-        inputs: the step's inputs.
-        layers: the caches by attention module.
-        page_size: slots in a page.
-    """
-
-    inputs: StepInputs
-    layers: dict[nn.Module, LayerCache]
-    page_size: int
-
-    def __post_init__(self) -> None:
-        bucket, parts = self.inputs.bucket, self.inputs.on_device
-        max_keys = bucket.num_pages * self.page_size
+    def __init__(self, inputs: StepInputs, layers: dict[nn.Module, LayerCache], page_size: int) -> None:
+        bucket, parts = inputs.bucket, inputs.on_device
+        self._slots, self._layers, self.adapters = parts.slots, layers, parts.adapters
+        max_keys = bucket.num_pages * page_size
         lens = parts.query_offsets, parts.cache_lens
         tables = BlockTables(*lens, parts.pages, bucket.max_query, max_keys)
-        self._attention = dense.TableAttention(tables, lambda: parts.positions, self.page_size, parts.words)
-
-    @property
-    def adapters(self) -> Tensor | None:
-        """int64 [num_tokens], see `Batch`; None if no token has one."""
-        return self.inputs.on_device.adapters
+        self._attention = dense.TableAttention(tables, lambda: parts.positions, page_size, parts.words)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        layer = self.layers[module]
-        layer.write(self.inputs.on_device.slots, key, value)
+        layer = self._layers[module]
+        layer.write(self._slots, key, value)
         variant = self._attention.variant(layer, query, scoring)
         return self._attention.attend(variant, layer, query, scoring)

@@ -44,10 +44,8 @@ State = dict[int, Any]
 
 @torch.inference_mode()
 def wrap(model: Any) -> int:
-    """Let passes with a `Recurrence` run the model's recurrent layers through it; may be repeated.
-
-    Returns:
-        How many there are: modules whose code updates the states of a transformers cache.
+    """Let passes with a `Recurrence` run the model's recurrent layers through it; may be repeated. Returns
+    how many there are: modules whose code updates the states of a transformers cache.
 
     Raises:
         ModelLoadError: one takes or returns something else than a layer's states.
@@ -80,11 +78,8 @@ def cache_name(forward: Callable[..., Any]) -> str:
 
 def _drops_state(own: Callable[..., Tensor], layer: int, hidden: Tensor) -> bool:
     """Whether a layer begins without its state when it is given several tokens, as the scan of some does:
-    their output does not depend on it then. In half precision the self-check may not tell.
-
-    Args:
-        hidden: inputs of some sequences; a state may be forgotten at one token, and not at others.
-    """
+    their output does not depend on it then. In half precision the self-check may not tell. `hidden` are
+    inputs of some sequences, since a state may be forgotten at one token, and not at others."""
     cache = Cache(layers=[None] * layer + [LinearAttentionLayer()])
     name = cache_name(own)
     own(hidden[:, :1], **{name: cache})
@@ -121,11 +116,8 @@ class Recurrence(Cache):  # type: ignore[misc]
     """The states of one pass, as the cache that transformers' layers read and update.
 
     Args:
-        caches: the sequences in row order.
-        starts: tokens of each before the pass.
-        num_query: tokens of each in the pass.
+        starts, num_query: tokens of each sequence before the pass, and in it.
         num_layers: of the model.
-        device: of the model.
         adapters: int64 [num_tokens], of the packed row, see `Batch`; None if no token has one.
     """
 
@@ -163,7 +155,7 @@ class Recurrence(Cache):  # type: ignore[misc]
 
         Args:
             own: the layer itself, on sequences of equal length, [batch, num_tokens, size].
-            by_token: whether it takes one token at a time after a state.
+            by_token: it takes one token at a time after a state.
         """
         output = torch.empty_like(hidden)
         for pieces, rows in self._batches:
@@ -181,10 +173,8 @@ class Recurrence(Cache):  # type: ignore[misc]
         return output
 
     def keep(self) -> None:
-        """Hand the states to their sequences: after the pass, and the last two after committed tokens only.
-
-        The earlier of the two serves a sequence whose last committed token is run again.
-        """
+        """Hand the states to their sequences: after the pass, and the last two after committed tokens only,
+        of which the earlier one serves a sequence whose last committed token is run again."""
         for cache, start, found in zip(self._caches, self._starts, self._states, strict=True):
             states = [*cache.states, *((length, found[length]) for length in found if length != start)]
             settled = [state for state in states if state[0] <= cache.committed_len][-2:]
@@ -199,7 +189,6 @@ def _ends(cache: SequenceCache, first: int, last: int) -> list[int]:
 
 
 def num_bytes(state: State) -> int:
-    """Memory of a state."""
     return sum(
         tensor.nbytes
         for layer in state.values()

@@ -1,8 +1,8 @@
 """One packed forward pass for transformers causal language models.
 
-`ModelRunner.forward` takes the new tokens of any number of sequences, prefill and verify alike, and
-returns the logits of the wanted rows. It is independent of the model's architecture: a warm-up pass of
-one token shows which layers attend, and with what shapes.
+`ModelRunner.forward` takes the new tokens of any number of sequences, prefill and verify alike, and returns
+the logits of the wanted rows. It is independent of the model's architecture: a warm-up pass of one token
+shows which layers attend, and with what shapes.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ModelRunner(Runner):
 
     Args:
         model: a transformers causal language model; it is switched to the engine's attention.
-        num_pages: pages of the KV cache, allocated here; or a function that returns it, given the bytes of
-            a page, and those of a state of the recurrent layers.
+        num_pages: of the KV cache, allocated here; or a function that returns it, given the bytes of a page,
+            and those of a state of the recurrent layers.
         page_size: tokens per page.
         replay: pad steps to a few sizes and capture them in this way; None runs each step as it is.
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
@@ -74,7 +74,6 @@ class ModelRunner(Runner):
         ModelLoadError: the model's attention cannot be served by the engine.
 
     Attributes:
-        pool: the bookkeeping of the pages.
         vocab_size: width of the logits.
         num_embeddings: token ids that the model can read.
         context_len: maximum tokens of one sequence; None when the model names no limit.
@@ -119,7 +118,7 @@ class ModelRunner(Runner):
         probe = self._probe()
         if shows_states:
             self._states = States(model)
-        self.kv_bytes_per_token = sum(shape.bytes_per_token for shape in probe.shapes.values())
+        self.kv_bytes_per_token = sum(each.key.nbytes + each.value.nbytes for each in probe.shapes.values())
         if callable(num_pages):
             num_pages = num_pages(self.kv_bytes_per_token * page_size, self.state_bytes)
         self.pool = PagePool(num_pages, page_size)
@@ -295,21 +294,16 @@ class ModelRunner(Runner):
     @property
     def num_graphs(self) -> int:
         """Number of captured step sizes."""
-        return self._padded.num_recorded if self._padded is not None else 0
+        return len(self._padded.recorded) if self._padded is not None else 0
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """Append each feed's tokens to its cache and compute the wanted logits.
 
-        Args:
-            feeds: sequences of this runner, each at most once.
-
         Returns:
             float32 [sum of num_rows, vocab_size], in the order of the feeds; an inference tensor.
 
-        Raises:
-            InvalidRequestError, ContextLengthError, ResourceExhaustedError, UnsupportedError: see
-                `Packer.packed`. After any error all caches have the lengths they had before.
+        Raises: see `Packer.packed`; after any error all caches have the lengths they had before.
         """
         if not feeds:
             return torch.empty(0, self.vocab_size)
@@ -328,7 +322,6 @@ class ModelRunner(Runner):
         """Decode some tokens of each sequence, all on the device; all but the last are appended to its cache.
 
         Args:
-            caches: sequences of this runner.
             logits, choice: see `ChainSteps.run`; at least two steps.
 
         Returns:
@@ -371,7 +364,7 @@ class ModelRunner(Runner):
     def forward_without(self, left_out: Blocks, feeds: Sequence[Feed]) -> Tensor:
         """As `forward`, with some blocks left out: approximate logits, to draft with.
 
-        Keys and values of layers whose attention is left out are not written. So what such a pass appends to
+        Keys and values of layers whose attention is left out are not written, so what such a pass appends to
         a cache has to be dropped again, before a pass of the whole model.
         """
         with self._packer.packed(feeds) as batch:
@@ -400,7 +393,6 @@ class ModelRunner(Runner):
         return self._padded_without[left_out.blocks]
 
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
-        """See `device.Runner`."""
         logits = self.forward(feeds)
         return None if question is None else decide(question, logits)
 
@@ -413,8 +405,8 @@ class ModelRunner(Runner):
             feeds: what it appends to caches, for the caller to drop again; none where nothing is.
 
         Raises:
-            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths that
-                they had before.
+            ResourceExhaustedError, ContextLengthError: there is no room; all caches have the lengths they had
+                before.
         """
         if not feeds:
             return decide(question, self.draft(None, query))
@@ -422,7 +414,7 @@ class ModelRunner(Runner):
             return decide(question, self.draft(batch, query))
 
     def draft(self, batch: Batch | None, query: DraftQuery) -> Tensor:
-        """The pass of the draft itself, of runners that have one; logits as of `run_draft`."""
+        """The pass of the draft itself; logits as of `run_draft`."""
         raise NotImplementedError
 
     @torch.inference_mode()
@@ -493,14 +485,11 @@ class ModelRunner(Runner):
     def _logits(
         self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, rows: Tensor | None
     ) -> Tensor:
-        """The model's own forward on one packed row.
+        """The model's own forward on one packed row: [number of rows, vocab_size] in the model's dtype.
 
         Args:
             token_ids, positions: int64 [num_tokens].
             rows: int64, indices of the tokens whose logits are wanted; None for all.
-
-        Returns:
-            [number of rows, vocab_size] in the model's dtype.
         """
         keywords: dict[str, Any] = {"logits_to_keep": rows} if rows is not None and self._keeps_rows else {}
         if (recurrence := getattr(packed, "recurrence", None)) is not None:

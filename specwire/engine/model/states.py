@@ -13,9 +13,6 @@ from specwire.errors import ModelLoadError
 class States:
     """Notes what the output layer of a model reads in each pass.
 
-    Args:
-        model: a transformers causal language model.
-
     Raises:
         ModelLoadError: it has no output layer of its own.
     """
@@ -33,11 +30,8 @@ class States:
         self._latest = inputs[0]
 
     def beside(self, logits: Tensor) -> Tensor:
-        """The pass's logits with their states: [num_rows, vocab_size + state_size], in the logits' dtype.
-
-        Args:
-            logits: [num_rows, vocab_size], as the model returned them.
-        """
+        """A pass's logits, as the model returned them, with their states: [num_rows, vocab_size +
+        state_size], in the logits' dtype."""
         assert self._latest is not None
         states, self._latest = self._latest[0], None
         return torch.cat([logits, states.to(logits.dtype)], dim=-1)

@@ -21,15 +21,8 @@ from specwire.engine.cache.layer_cache import LayerCache, Scoring
 
 @dataclass
 class TokenwiseBatch:
-    """What attends in such a pass: a row of fixed length; the segments are its first tokens.
-
-    Attributes:
-        slots: int64 [num_tokens], where the row's keys and values are written; padding tokens share a slot
-            that is never read.
-        segments: the sequences in row order.
-        layers: the caches by attention module.
-        adapters: int64 [num_tokens], see `Batch`; None if no token has one.
-    """
+    """What attends in such a pass, as `PackedBatch`: a row of fixed length; the segments are its first
+    tokens, and padding tokens share a slot that is never read."""
 
     slots: Tensor
     segments: Sequence[Segment]
