@@ -418,7 +418,7 @@ class DraftDecider:
         if places is None:
             return []
         scores = matched_scores(take_rows(log_probs, places), question.rows.take(places))
-        token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
+        token_ids = scores.argmax(dim=-1).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
         if not question.num_ranked:
             return [token_ids]
         return [token_ids, *likeliest(scores, most=question.num_ranked)]

@@ -259,7 +259,7 @@ def _decode(runner: ModelRunner, cache: Any, token: int, params: SamplingParams,
 def _draw(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
     """As the draft does: cut the distribution down, then draw from what is left. int64 [1]."""
     if params.greedy:
-        return sampling.greedy(logits)
+        return logits.argmax(dim=-1)
     row = Row(params, 0, (), position, 1)
     probs = sampling.apply_warps(logits, [row]).exp()
     ids, support, _ = sampling.truncate_support(probs, 0.99, 1024)

@@ -27,20 +27,18 @@ def uniforms_for(rows: Rows, stream: random.Purpose, device: torch.device) -> Te
 
 
 def choose_matched(log_probs: Tensor, rows: Rows) -> Tensor:
-    """Each row's token where tokens are matched: the likeliest, or the Gumbel-max draw.
+    """Each row's token where tokens are matched, int64 [num_rows]; the lowest id among ties.
 
     Args:
-        log_probs: [num_rows, vocab_size], after history and warps.
+        log_probs: [num_rows, vocab_size], after history and warps; -inf is never chosen.
         rows: [num_rows], each greedy or under Gumbel coupling.
-
-    Returns:
-        int64 [num_rows].
     """
-    return sampling.greedy(matched_scores(log_probs, rows))
+    return matched_scores(log_probs, rows).argmax(dim=-1)
 
 
 def matched_scores(log_probs: Tensor, rows: Rows) -> Tensor:
-    """The scores that `choose_matched` maximises: log probabilities, plus Gumbel noise unless greedy.
+    """The scores that `choose_matched` maximises: log probabilities, plus Gumbel noise unless greedy. Their
+    argmax is a Gumbel-max draw then (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
     Returns:
         [num_rows, vocab_size]; float64 if any row has noise, which keeps the order within the other rows.
@@ -50,11 +48,10 @@ def matched_scores(log_probs: Tensor, rows: Rows) -> Tensor:
         return log_probs
     some = rows.take(noisy)
     noise = random.gumbel_noise(some.seeds, some.positions, log_probs.shape[1], log_probs.device)
-    if isinstance(noisy, slice):
-        return sampling.gumbel_scores(log_probs, noise)
     scores = log_probs.double()
-    places = transfer.to_device(noisy, scores.device)
-    scores[places] = sampling.gumbel_scores(log_probs[places], noise)
+    if isinstance(noisy, slice):
+        return scores + noise
+    scores[transfer.to_device(noisy, scores.device)] += noise
     return scores
 
 

@@ -294,24 +294,6 @@ def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple
     return target_probs.float(), tail_mass, tail_token
 
 
-def gumbel_scores(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """The scores whose argmax is a Gumbel-max draw (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
-
-    Args:
-        log_probs: [num_rows, vocab_size]; -inf is never chosen.
-        noise: float64 [num_rows, vocab_size], from `random.gumbel_noise`.
-
-    Returns:
-        float64 [num_rows, vocab_size]; `greedy` of it is the token.
-    """
-    return log_probs.double() + noise
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row [num_rows, vocab_size], int64 [num_rows]; the lowest id among ties."""
-    return logits.argmax(dim=-1)
-
-
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log probabilities (nats) of given tokens and of the likeliest ones, before warps and penalties.
 

@@ -13,15 +13,14 @@ from specwire.core import Proposal, Rule, SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import InvalidRequestError
-from specwire.rule.columns import Row
+from specwire.rule import rows
+from specwire.rule.columns import Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import uniforms_for
 from specwire.rule.sampling import (
     apply_history,
     apply_warps,
     draw,
-    greedy,
-    gumbel_scores,
     judge_support,
     top_logprobs,
     truncate_support,
@@ -140,7 +139,7 @@ def test_a_temperature_near_zero_is_greedy_and_finite(temperature: float) -> Non
     logits = random_logits(3)
     probs = apply_warps(logits, [row(temperature=temperature, top_p=0.9, min_p=0.1)] * 3).exp()
     assert (probs.max(dim=-1).values > 0.999).all()
-    assert (probs.argmax(dim=-1) == greedy(logits)).all()
+    assert (probs.argmax(dim=-1) == logits.argmax(dim=-1)).all()
 
 
 def test_half_precision_and_excluded_tokens_pass_through() -> None:
@@ -296,14 +295,19 @@ def test_a_tiny_tail_is_not_lost_to_cancellation() -> None:
     assert tail_token.item() == 1
 
 
-def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids() -> None:
+def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log_probs = torch.tensor([[-torch.inf, -50.0, -torch.inf], [0.0, 0.0, 0.0]])
     noise = torch.tensor([[36.0, -3.0, 36.0], [1.0, 2.0, 2.0]], dtype=torch.float64)
-    assert greedy(gumbel_scores(log_probs, noise)).tolist() == [1, 1]
+    monkeypatch.setattr("specwire.rule.random.gumbel_noise", lambda *_: noise)
+    coupled = Rows.of([row(rule=Rule.GUMBEL)] * 2)
+    assert rows.choose_matched(log_probs, coupled).tolist() == [1, 1]
 
 
 def test_greedy_prefers_the_lowest_of_equals() -> None:
-    assert greedy(torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])).tolist() == [1, 0]
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    assert rows.choose_matched(logits, Rows.of([row(temperature=0)] * 2)).tolist() == [1, 0]
 
 
 def test_top_logprobs() -> None:

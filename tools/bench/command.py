@@ -113,7 +113,7 @@ class _Session:
         self._target = targets.Target(args, config, params)
         self._load = serve.OfferedLoad(
             num_requests=args.num_requests,
-            rate=flags.rate(args),
+            rate=math.inf if args.rate is None and args.concurrency is None else args.rate,
             concurrency=args.concurrency,
             burstiness=args.burstiness,
             retries=args.retries,

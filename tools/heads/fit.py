@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from specwire.engine.heads.model import Head
-from tools.heads.states import Advance, Text
+from tools.drafts import Advance
+from tools.heads.states import Text
 
 _CHUNK = 4096
 _RIDGE = 1e-4

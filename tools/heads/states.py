@@ -7,7 +7,6 @@ interrupted goes on where it was, and memory does not grow with the text.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,11 @@ from torch import Tensor
 from specwire.engine.heads.files import replace_file
 from specwire.engine.model.states import States
 from specwire.support import IntArray
+from tools.drafts import Advance
 
 WINDOW = 512
 """Tokens of a window; its first ones have little before them, as in a short prompt."""
 _STATES, _PROGRESS = "states.float16", "states.pt"
-
-Advance = Callable[[int], None]
-"""Told of so many more units of work that are done."""
 
 
 class Kept(NamedTuple):
