@@ -283,9 +283,7 @@ class Chains(NamedTuple):
     """Jobs of a step that all want some more tokens, chosen in one way.
 
     Attributes:
-        caches: of their sequences.
         num_steps: tokens that all of them want.
-        vocab_limit: see `DraftJob`.
     """
 
     kind: Kind
@@ -307,9 +305,6 @@ class DraftDecider:
     """
 
     def __init__(self, config: DraftConfig, shared: SharedVocabulary | None = None) -> None:
-        """Args:
-        shared: with the target, of a draft with another vocabulary.
-        """
         self.drafting = NO_DRAFTING
         self.runner: Any = None
         self._scores = SharedScores(shared) if shared else None

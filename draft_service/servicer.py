@@ -79,12 +79,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         await self.stream(context).serve(requests)
 
     def stream(self, context: Any) -> DraftStream:
-        """Of a call, which has its `write` and its caller."""
         caller = listening.caller(context)
         return DraftStream(self._service, context.write, self._limits, caller, self)
 
     def spans_of(self, message: common_pb2.OpenSequence) -> SequenceSpans:
-        """Of a sequence."""
         context = self._tracer.propagators.read(message.trace_headers.items())
         return SequenceSpans(self._tracer, "draft", _METHOD, context, self._trace_detail)
 
@@ -105,15 +103,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """The state of a sequence.
-
-    Attributes:
-        last: the last request that arrived; None before the first one.
-    """
-
     lookahead: Lookahead
     spans: SequenceSpans
-    last: Request | None = None
+    last: Request | None = None  # the last one that arrived
 
     def fail(self, kind: str, description: str = "") -> None:
         """Requests without an answer end like this."""
@@ -338,7 +330,6 @@ def _answer(state: _State, request: Request) -> DraftAnswer:
 
 
 def _prepared(sequence_id: int, state: _State, branches: Sequence[Branch]) -> list[PreparedAnswer]:
-    """What is sent of these branches now."""
     if not branches:
         return []
     assert state.last is not None

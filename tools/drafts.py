@@ -99,7 +99,6 @@ class SearchLayersConfig(TextConfig):
 
 
 def train_heads(config: TrainHeadsConfig) -> None:
-    """Train, and say how the heads are used."""
     from tools.heads.training import train
 
     made = train(config, bar)
@@ -108,7 +107,6 @@ def train_heads(config: TrainHeadsConfig) -> None:
 
 
 def train_eagle3(config: TrainEagle3Config) -> None:
-    """Train, and say how the EAGLE-3 is used."""
     from tools.eagle3.training import train
 
     made = train(config, bar)
@@ -116,7 +114,6 @@ def train_eagle3(config: TrainEagle3Config) -> None:
 
 
 def search_layers(config: SearchLayersConfig) -> None:
-    """Search, draw, and say how the result is used."""
     if config.picture:
         extras.require("--picture", "bench")
     from tools.layers import picture

@@ -147,12 +147,7 @@ def choose(question: Question, logits: Tensor) -> list[Drawn]:
 
 
 class GrownDrafts(OwnDrafts):
-    """Proposals for all sequences of a step at once.
-
-    Args:
-        runner: of what drafts.
-        may_be_tree: whether proposals may be trees.
-    """
+    """Proposals for all sequences of a step at once."""
 
     sharpness = SHARPNESS
     draws = False

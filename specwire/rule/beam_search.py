@@ -48,8 +48,6 @@ class Beam:
 
 
 class Scored(NamedTuple):
-    """A beam and its score."""
-
     beam: Beam
     score: np.float32
 

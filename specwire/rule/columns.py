@@ -57,7 +57,6 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Self:
-        """Encode parameters."""
         warps = _NEUTRAL
         if not params.greedy:
             warps = (

@@ -100,7 +100,6 @@ class _Edit:
 
     @classmethod
     def alike(cls, row: int, token_ids: IntArray, value: float) -> Self:
-        """One value for all tokens."""
         return cls(row, token_ids, np.full(len(token_ids), float(value)))
 
 

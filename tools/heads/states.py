@@ -26,12 +26,8 @@ _STATES, _PROGRESS = "states.float16", "states.pt"
 
 
 class Kept(NamedTuple):
-    """What is kept in case of an interruption.
-
-    Attributes:
-        directory: of the files.
-        name: of what is trained; what is there under another one is not used.
-    """
+    """What is kept in case of an interruption, under the name of what is trained: what is there under another
+    one is not used."""
 
     directory: Path
     name: str

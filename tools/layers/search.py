@@ -90,11 +90,7 @@ def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
 
 
 def search(blocks: Sequence[Block], evaluate: Evaluate, num_trials: int, seed: int = 0) -> list[Promise]:
-    """All that was tried, in order; every set at most once.
-
-    Args:
-        blocks: of the model.
-    """
+    """All that was tried, in order; every set at most once."""
     from bayes_opt import BayesianOptimization
 
     rng = np.random.default_rng(seed)
