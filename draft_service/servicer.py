@@ -269,18 +269,14 @@ class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
     # --- messages -------------------------------------------------------------------------------------
 
     def encoded(
-        self, answers: Sequence[tuple[_State, Request]], errors: Sequence[common_pb2.SequenceError]
-    ) -> draft_pb2.DraftResponse:
-        return self._response([_answer(state, request) for state, request in answers], (), errors)
-
-    def _response(
         self,
-        answers: Sequence[DraftAnswer],
-        prepared: Sequence[PreparedAnswer],
-        errors: Sequence[common_pb2.SequenceError] = (),
+        answers: Sequence[tuple[_State, Request]],
+        errors: Sequence[common_pb2.SequenceError],
+        prepared: Sequence[PreparedAnswer] = (),
     ) -> draft_pb2.DraftResponse:
+        found = [_answer(state, request) for state, request in answers]
         incarnation, support_len = self.service.info.incarnation, self._servicer.support_len
-        return draft_wire.response_to_proto(answers, prepared, errors, incarnation, support_len)
+        return draft_wire.response_to_proto(found, prepared, errors, incarnation, support_len)
 
     def next_message(self) -> draft_pb2.DraftResponse | None:
         """Answers before prepared proposals, which end with the requests."""
@@ -288,7 +284,7 @@ class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
         if message is not None or self.is_half_closed:
             return message
         prepared = self._take_prepared()
-        return self._response((), prepared) if prepared else None
+        return self.encoded((), (), prepared) if prepared else None
 
     def _take_prepared(self) -> list[PreparedAnswer]:
         """As many as may be under way; sequences take turns."""

@@ -56,7 +56,7 @@ class InnerJob(DraftJob):
         inner: what the inner drafter knows of the stream.
         is_open: it may be given guesses before its next pass.
         num_guessed: guesses at the end of the sequence.
-        kind: of these guesses, see `Look`.
+        kind: of these guesses, see `Guess`.
     """
 
     inner: InnerStream = field(kw_only=True)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.inner.jobs import InnerJob
-from draft_service.inner.pace import Look
 from specwire import clock
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.device import Runner
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
+from specwire.proposals.history import Guess
 
-_LOOK = Look(0, 0.6)
+_LOOK = Guess([], [], 0, 0.6)
 _RATE, _MAX_JUMP = 0.2, 4.0
 """Of the moving average of `guess_ns`; a single pause of the machine is an outlier."""
 
@@ -70,7 +70,7 @@ class ModelDrafter:
     def open(self) -> ModelMemory:
         return ModelMemory(self.runner)
 
-    def look(self, job: InnerJob) -> Look | None:
+    def look(self, job: InnerJob) -> Guess | None:
         """Its guesses are alike, as far as it knows the text so far."""
         memory: ModelMemory = job.inner.memory
         tokens, num_cached = job.sequence.tokens, memory.sequence.cache.length
@@ -87,7 +87,7 @@ class ModelDrafter:
         return _LOOK
 
     def guess(
-        self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
+        self, jobs: Sequence[InnerJob], looks: Sequence[Guess], nums: Sequence[int]
     ) -> list[Sequence[int]]:
         memories: list[ModelMemory] = [job.inner.memory for job in jobs]
         lengths = {memory: memory.length for memory in memories}

@@ -12,8 +12,7 @@ The order is that of transformers' `generate`: `apply_history` (logit bias, pena
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +57,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
             biases.append(_Edit(index, token_ids, np.fromiter(bias.values(), np.float64)))
         if params.repetition_penalty != 1:
             token_ids = np.unique(np.asarray(row.history, dtype=np.int64))
-            repeated.append(_Edit.alike(index, token_ids[token_ids < num_known], params.repetition_penalty))
+            repeated.append(_Edit(index, token_ids[token_ids < num_known], params.repetition_penalty))
         presence, frequency = params.presence_penalty, params.frequency_penalty
         if presence != 0 or frequency != 0:
             output = np.asarray(row.history[row.prompt_len :], dtype=np.int64)
@@ -66,7 +65,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
             counted.append(_Edit(index, token_ids, presence + frequency * counts))
         if row.position - row.prompt_len < params.min_tokens:  # tokens that would end an output
             token_ids = np.unique(np.array(params.stop_token_ids, np.int64))
-            ends.append(_Edit.alike(index, token_ids[token_ids < num_known], -np.inf))
+            ends.append(_Edit(index, token_ids[token_ids < num_known], -np.inf))
     _edit(scores, biases, torch.add)
     _edit(scores, repeated, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
     _edit(scores, counted, torch.sub)
@@ -90,17 +89,12 @@ def _apply_masks(scores: Tensor, rows: Mapping[int, Row]) -> None:
     scores[places] = scores[places].masked_fill(~allowed, -torch.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class _Edit:
-    """Values for distinct tokens of one row."""
+class _Edit(NamedTuple):
+    """Values for distinct tokens of one row, or one for all of them."""
 
     row: int
     token_ids: IntArray
-    values: npt.NDArray[np.floating[Any]]
-
-    @classmethod
-    def alike(cls, row: int, token_ids: IntArray, value: float) -> Self:
-        return cls(row, token_ids, np.full(len(token_ids), float(value)))
+    values: npt.NDArray[np.floating[Any]] | float
 
 
 def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -112,7 +106,8 @@ def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Ten
         [np.repeat([edit.row for edit in edits], lengths), np.concatenate([edit.token_ids for edit in edits])]
     )
     at_row, at_token = to_device(where, scores.device)
-    values = to_device(np.concatenate([edit.values for edit in edits]), scores.device).to(scores.dtype)
+    each = [np.broadcast_to(np.asarray(edit.values, np.float64), len(edit.token_ids)) for edit in edits]
+    values = to_device(np.concatenate(each), scores.device).to(scores.dtype)
     scores[at_row, at_token] = combine(scores[at_row, at_token], values)
 
 
