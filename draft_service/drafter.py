@@ -426,15 +426,16 @@ class DraftDecider:
         if places is None:
             return []
         some = take_rows(log_probs, places), question.rows.take(places)
-        found, ids = draw_supported(*some, self._support_mass, self._max_support)
+        *found, ids = draw_supported(*some, self._support_mass, self._max_support)
         if not question.draws:
-            return [*found]
+            return found
         # A token for each chain of the jobs that have several, each with a number of its own.
         rows, chains = np.array(question.draws, np.int64).T
         drawn_from = question.rows.take(rows)
         numbers = uniforms(drawn_from.seeds, Purpose.DRAFT, drawn_from.positions, drawn_from.bases, chains)
         here = to_device(rows if isinstance(places, slice) else places.searchsorted(rows), ids.device)
-        columns = sampling.draw(found.probs[here], to_device(numbers, ids.device))
+        _, _, probs, _ = found
+        columns = sampling.draw(probs[here], to_device(numbers, ids.device))
         return [*found, ids[here].gather(1, columns[:, None])[:, 0]]
 
 

@@ -43,7 +43,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends.
 
     Args:
-        max_support: entries of a support.
         limits: of all streams together.
 
     Attributes: what all streams share.
@@ -144,16 +143,18 @@ class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
         learner, shared, hierarchy = self._servicer.learner, self._servicer.shared, self._servicer.hierarchy
+        params = tokens.params
+        kind = "greedy" if params.greedy else str(params.rule)
         lookahead = Lookahead(
             self.service.engine,
             tokens,
             sequence_id=message.sequence_id,
             vocab_limit=message.vocab_limit,
-            forecast=Forecast(self._servicer.forecasts[_kind(tokens.params)]),
+            forecast=Forecast(self._servicer.forecasts[kind]),
             sink=self._settle,
             answer=self._answered,
             transcript=Transcript(shared, self.service.info.context_len) if shared else None,
-            inner=hierarchy.open(tokens.params) if hierarchy else None,
+            inner=hierarchy.open(params) if hierarchy else None,
             lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
         return _State(lookahead, self._servicer.spans_of(message))
@@ -361,8 +362,3 @@ def _trace(spans: SequenceSpans, branches: Sequence[Branch]) -> str:
     )
     span.end(clock.epoch_ns(max(branch.job.finished_ns for branch in branches)))
     return span.traceparent
-
-
-def _kind(params: SamplingParams) -> str:
-    """Key of the forecast shared by sequences that sample in the same way."""
-    return "greedy" if params.greedy else str(params.rule)

@@ -141,8 +141,8 @@ def choose(question: Question, logits: Tensor) -> list[Drawn]:
             ids, *others = to_host(*likeliest(scores, most=num_ranked, sharpness=question.sharpness))
             answer.append(Drawn.matched(ids[:, 0], ids, *others))
         else:
-            on_device, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
-            answer.append(Drawn.supported(*to_host(*on_device)))
+            *drawn, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
+            answer.append(Drawn.supported(*to_host(*drawn)))
     return answer
 
 

@@ -22,7 +22,7 @@ from specwire.engine.model.loading import load_model, self_check
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import random, sampling
 from specwire.rule.captured import CudaReplay, EagerReplay
-from specwire.rule.columns import Row
+from specwire.rule.columns import Row, Rows
 
 PAGE_LEN = 256
 GAMMA = 5
@@ -261,7 +261,7 @@ def _draw(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
     if params.greedy:
         return logits.argmax(dim=-1)
     row = Row(params, 0, (), position, 1)
-    probs = sampling.apply_warps(logits, [row]).exp()
+    probs = sampling.apply_warps(logits, Rows.of([row])).exp()
     ids, support, _ = sampling.truncate_support(probs, 0.99, 1024)
     uniforms = random.uniforms([1], random.Purpose.DRAFT, [position])
     column = sampling.draw(

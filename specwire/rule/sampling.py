@@ -26,7 +26,7 @@ from specwire.rule.transfer import to_device
 from specwire.support import IntArray
 
 
-def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
+def apply_history(logits: Tensor, rows: Rows) -> Tensor:
     """Add logit biases, apply the penalties, exclude early ends, then what a grammar does not allow.
 
     The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, as transformers defines it) counts
@@ -44,7 +44,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
         InvalidRequestError: a biased token is not in the vocabulary. Services refuse such a request when its
             stream opens, since an error here fails the whole batch.
     """
-    edited = Rows.of(rows).edited
+    edited = rows.edited
     if not edited:
         return logits
     scores = logits.to(torch.float32, copy=True)
@@ -111,7 +111,7 @@ def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Ten
     scores[at_row, at_token] = combine(scores[at_row, at_token], values)
 
 
-def apply_warps(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
+def apply_warps(logits: Tensor, rows: Rows) -> Tensor:
     """Temperature, top-k, top-p and min-p, in this order and as transformers' warpers define them.
 
     Greedy rows pass through: only their argmax counts, and rounding in log_softmax could make close logits
@@ -125,7 +125,7 @@ def apply_warps(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
         float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded; of greedy rows the
         logits. A row without a finite maximum had logits that are not finite, or overflowed.
     """
-    scores, rows = logits.float(), Rows.of(rows)
+    scores = logits.float()
     greedy_rows = rows.having(GREEDY)
     if isinstance(greedy_rows, slice):
         return scores
@@ -286,23 +286,3 @@ def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple
     tail_mass = outside.sum(dim=-1, dtype=torch.float64) / total[:, 0]
     tail_token = draw(outside, uniforms).masked_fill(tail_mass <= 0, -1)
     return target_probs.float(), tail_mass, tail_token
-
-
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities (nats) of given tokens and of the likeliest ones, before warps and penalties.
-
-    Args:
-        logits: [num_rows, vocab_size], raw.
-        token_ids: int64 [num_rows, k]; ids outside the vocabulary, such as padding, report -inf.
-        num_top: number of likeliest tokens to report; 0 for none.
-
-    Returns:
-        float32 [num_rows, k] for `token_ids`; then int64 ids and float32 values, both
-        [num_rows, min(num_top, vocab_size)], best first.
-    """
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    vocab_size = log_probs.shape[1]
-    known = (token_ids >= 0) & (token_ids < vocab_size)
-    values = log_probs.gather(1, token_ids.masked_fill(~known, 0)).masked_fill(~known, -torch.inf)
-    top = torch.topk(log_probs, min(num_top, vocab_size), dim=-1)
-    return values, top.indices, top.values

@@ -21,7 +21,7 @@ from transformers.generation import logits_process as hf
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.rule import acceptance
 from specwire.rule.acceptance import accept, accept_by_block, accept_by_rejection
-from specwire.rule.columns import Row
+from specwire.rule.columns import Row, Rows
 from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.sampling import (
     apply_history,
@@ -175,7 +175,8 @@ class Pair:
             rows = [Row(params, len(PROMPT), *rest) for rest in each]
         else:
             rows = [Row(params, len(PROMPT), (), 0, 0)] * len(contexts)
-        return apply_warps(apply_history(logits, rows), rows)
+        encoded = Rows.of(rows)
+        return apply_warps(apply_history(logits, encoded), encoded)
 
     def choose(self, log_probs: torch.Tensor, seeds: list[int], positions: list[int]) -> torch.Tensor:
         """The token that greedy decoding or the Gumbel coupling takes."""

@@ -8,7 +8,7 @@ import torch
 from specwire import Grammar, Rule, SamplingParams
 from specwire.engine.grammars.matcher import KnownMasks
 from specwire.rule import sampling
-from specwire.rule.columns import Row
+from specwire.rule.columns import Row, Rows
 
 VOCAB_SIZE = 37
 
@@ -19,7 +19,7 @@ def test_only_rows_with_a_mask_change() -> None:
     params = SamplingParams(grammar=Grammar(regex="a"), rule=Rule.GUMBEL, seed=1)
     masks = KnownMasks(np.array([[0b101, 0, 0, 0b10000000]], np.uint8))
     rows = [Row(params, 0, [], i, 1, masks=masks if i == 1 else None) for i in range(3)]
-    found = sampling.apply_history(logits, rows)
+    found = sampling.apply_history(logits, Rows.of(rows))
     assert torch.equal(found[[0, 2]], logits[[0, 2]])
     assert found[1].isfinite().nonzero()[:, 0].tolist() == [0, 2, 31]
     assert torch.equal(found[1, [0, 2, 31]], logits[1, [0, 2, 31]])

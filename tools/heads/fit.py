@@ -41,7 +41,8 @@ class Inputs:
 
     def embeddings(self, index: Tensor, depth: int) -> Tensor:
         """Float32 [n, embedding_size], of the token that head number `depth` is given."""
-        return self._embedding(self.text.tokens_at(index + depth + 1)).float()
+        token_ids = torch.from_numpy(self.text.token_ids[(index + depth + 1).numpy()])
+        return self._embedding(token_ids).float()
 
     def after(self, heads: Sequence[Head], index: Tensor) -> Tensor:
         """The state that these heads lead to along the text, float32 [n, state_size]."""

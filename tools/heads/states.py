@@ -65,10 +65,6 @@ class Text(NamedTuple):
         """Float32 [n, state_size]."""
         return torch.from_numpy(self.states[index.numpy()]).float()
 
-    def tokens_at(self, index: Tensor) -> Tensor:
-        """int64 [n]."""
-        return torch.from_numpy(self.token_ids[index.numpy()])
-
 
 @torch.inference_mode()
 def run_text(model: Any, token_ids: IntArray, kept: Kept, advance: Advance) -> Text:
