@@ -283,9 +283,7 @@ class Chains(NamedTuple):
     """Jobs of a step that all want some more tokens, chosen in one way.
 
     Attributes:
-        caches: of their sequences.
         num_steps: tokens that all of them want.
-        vocab_limit: see `DraftJob`.
     """
 
     kind: Kind
@@ -307,9 +305,6 @@ class DraftDecider:
     """
 
     def __init__(self, config: DraftConfig, shared: SharedVocabulary | None = None) -> None:
-        """Args:
-        shared: with the target, of a draft with another vocabulary.
-        """
         self.drafting = NO_DRAFTING
         self.runner: Any = None
         self._scores = SharedScores(shared) if shared else None
@@ -418,7 +413,7 @@ class DraftDecider:
         if places is None:
             return []
         scores = matched_scores(take_rows(log_probs, places), question.rows.take(places))
-        token_ids = sampling.greedy(scores).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
+        token_ids = scores.argmax(dim=-1).masked_fill(~scores.amax(dim=-1).isfinite(), -1)
         if not question.num_ranked:
             return [token_ids]
         return [token_ids, *likeliest(scores, most=question.num_ranked)]
@@ -431,15 +426,16 @@ class DraftDecider:
         if places is None:
             return []
         some = take_rows(log_probs, places), question.rows.take(places)
-        found, ids = draw_supported(*some, self._support_mass, self._max_support)
+        *found, ids = draw_supported(*some, self._support_mass, self._max_support)
         if not question.draws:
-            return [*found]
+            return found
         # A token for each chain of the jobs that have several, each with a number of its own.
         rows, chains = np.array(question.draws, np.int64).T
         drawn_from = question.rows.take(rows)
         numbers = uniforms(drawn_from.seeds, Purpose.DRAFT, drawn_from.positions, drawn_from.bases, chains)
         here = to_device(rows if isinstance(places, slice) else places.searchsorted(rows), ids.device)
-        columns = sampling.draw(found.probs[here], to_device(numbers, ids.device))
+        _, _, probs, _ = found
+        columns = sampling.draw(probs[here], to_device(numbers, ids.device))
         return [*found, ids[here].gather(1, columns[:, None])[:, 0]]
 
 

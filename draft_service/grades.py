@@ -48,7 +48,6 @@ class Grades:
         self._is_first = True
 
     def add(self, grade: Grade) -> None:
-        """One more."""
         self.num_labels += grade.num_labels
         self._recent.append(grade)
         self._undecided.append(grade)

@@ -81,7 +81,7 @@ class Learner:
         self.usual_s = 0.0
         self.learning = Learning()
         self._engine = engine
-        self._student = student
+        self.student = student
         self._pause_ratio = 1 / share - 1
         self._is_shared = is_shared
         self._windows = Windows(CAPACITY, NUM_REPEATS)
@@ -136,9 +136,9 @@ class Learner:
 
     def _study(self) -> None:
         window, is_fresh = self._windows.take()
-        grade = self._student.study(window, is_graded=is_fresh)
-        if self._student.is_step_due:
-            if self._student.step():
+        grade = self.student.study(window, is_graded=is_fresh)
+        if self.student.is_step_due:
+            if self.student.step():
                 self._num_steps += 1
             else:
                 self._go_back()
@@ -146,23 +146,16 @@ class Learner:
             self._grades.add(grade)
             is_better = self._grades.decide()
             if is_better:
-                self._student.publish()
+                self.student.publish()
                 self.version += 1
                 log.info("version %d of the draft's weights", self.version)
             elif is_better is not None:
                 self._go_back()
 
     def _go_back(self) -> None:
-        self._student.go_back()
+        self.student.go_back()
         self._num_rollbacks += 1
         log.info("the draft learns on from version %d of its weights", self.version)
-
-    # --- when the engine has ended --------------------------------------------------------------------
-
-    def save(self, directory: Path, source: Path) -> None:
-        """Write the weights that were served last; see `Student.save`."""
-        self._student.save(directory, source)
-        log.info("version %d of the draft's weights is in %s", self.version, directory)
 
 
 def start(config: DraftConfig, service: ModelService) -> Learner | None:
@@ -189,4 +182,6 @@ def close(config: DraftConfig, service: ModelService, learner: Learner | None) -
     service.close()
     if learner is not None and config.learn_out and learner.version:
         source = boot.model_directory(boot.resolve(config.model, "draft"))
-        learner.save(Path(config.learn_out), source)
+        directory = Path(config.learn_out)
+        learner.student.save(directory, source)
+        log.info("version %d of the draft's weights is in %s", learner.version, directory)

@@ -71,7 +71,6 @@ class Lesson:
             self._cut(self._num_handed_over + NUM_LABELS)
 
     def close(self) -> None:
-        """The sequence ends."""
         if len(self._tokens) - self._num_handed_over >= MIN_LABELS:
             self._cut(len(self._tokens))
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -162,10 +162,11 @@ class Request:
         return found if len(found.token_ids) <= num_wanted else found.first(num_wanted)
 
 
+@dataclass(eq=False)
 class Lookahead:
     """Drafts for one sequence.
 
-    Args:
+    Attributes:
         sequence: it lives longer than this.
         vocab_limit: token ids from here on are never proposed; 0 for no limit.
         forecast: of this sequence's rounds.
@@ -175,39 +176,26 @@ class Lookahead:
             sequence, and the branch that it is for.
         answer: called with every request that was served.
         inner: of a draft with a drafter of its own, for this sequence.
-
-    Attributes:
         requests: the one that is served, and those that wait for it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        sequence: TokenSequence,
-        *,
-        sequence_id: int,
-        vocab_limit: int,
-        forecast: Forecast,
-        sink: Sink,
-        answer: Callable[[Request], None],
-        transcript: Transcript | None = None,
-        inner: InnerStream | None = None,
-        lesson: Lesson | None = None,
-    ) -> None:
-        self.requests: deque[Request] = deque()
-        self._engine = engine
-        self._sequence = sequence
-        self._sequence_id = sequence_id
-        self._vocab_limit = vocab_limit
-        self._forecast = forecast
-        self._sink = sink
-        self._answer = answer
-        self._transcript = transcript
-        self._inner = inner
-        self._lesson = lesson
-        self._root: Branch | None = None
-        self._branches: list[Branch] = []
-        self._preparation: Preparation | None = None  # for the root; None while a request is served
+    engine: Engine
+    sequence: TokenSequence
+    _: KW_ONLY
+    sequence_id: int
+    vocab_limit: int
+    forecast: Forecast
+    sink: Sink
+    answer: Callable[[Request], None]
+    transcript: Transcript | None = None
+    inner: InnerStream | None = None
+    lesson: Lesson | None = None
+    requests: deque[Request] = field(init=False, default_factory=deque)
+    _root: Branch | None = field(init=False, default=None)
+    _branches: list[Branch] = field(init=False, default_factory=list)
+    _preparation: Preparation | None = field(
+        init=False, default=None
+    )  # for the root; None while a request is served
 
     @property
     def works_ahead(self) -> bool:
@@ -242,14 +230,14 @@ class Lookahead:
         """Close all forks; the sequence itself belongs to the caller."""
         self._close(self._branches)
         self._branches, self._preparation = [], None
-        if self._inner is not None:
-            self._engine.run_soon(self._inner.close)
-        if self._lesson is not None:
-            self._lesson.close()
+        if self.inner is not None:
+            self.engine.run_soon(self.inner.close)
+        if self.lesson is not None:
+            self.lesson.close()
 
     def _close(self, branches: Iterable[Branch]) -> None:
         for branch in branches:
-            self._engine.close_sequence(branch.job.sequence)
+            self.engine.close_sequence(branch.job.sequence)
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -264,24 +252,24 @@ class Lookahead:
             self.requests.popleft()
             if request.root and request.root.proposal:
                 self._preparation = request.order.prepare
-            self._answer(request)
+            self.answer(request)
 
     def _begin(self, request: Request) -> None:
         """Take the branch that was made for its tokens, if there is one, else draft them."""
         self._preparation = None
-        if self._lesson is not None:
-            self._lesson.commit(request.order.base_len, request.order.token_ids, self._drafted)
+        if self.lesson is not None:
+            self.lesson.commit(request.order.base_len, request.order.token_ids, self._drafted)
         branch = self._prepared(request.order)
         if branch is None:
             branch = self._draft_unprepared(request.order)
         else:
             request.was_prepared, request.ahead_ns = True, branch.job.forward_ns
             if not branch.done:
-                self._engine.promote(branch.job)
+                self.engine.promote(branch.job)
         request.root = self._root = branch
-        if self._inner is not None:  # once the sequence holds what is committed
+        if self.inner is not None:  # once the sequence holds what is committed
             base_len, length = request.order.base_len, request.order.base_len + len(request.order.token_ids)
-            self._engine.run_soon(partial(self._inner.commit, self._sequence, base_len, length))
+            self.engine.run_soon(partial(self.inner.commit, self.sequence, base_len, length))
 
     def _is_served(self, request: Request) -> bool:
         """Whether its proposal is there.
@@ -315,11 +303,11 @@ class Lookahead:
             SpecwireError: it cannot be run at all.
         """
         committed = None
-        if self._transcript is not None:
-            committed = self._transcript.commit(order.base_len, order.token_ids, self._drafted)
+        if self.transcript is not None:
+            committed = self.transcript.commit(order.base_len, order.token_ids, self._drafted)
         branch = Branch(
             self._job(
-                self._sequence,
+                self.sequence,
                 order.base_len,
                 order.token_ids,
                 committed=committed,
@@ -344,7 +332,7 @@ class Lookahead:
         **fields: Any,
     ) -> DraftJob:
         """Drafts a tree, or a chain or several if its depth is 0; other arguments as of `DraftJob`."""
-        fields |= {"vocab_limit": self._vocab_limit, "committed": committed}
+        fields |= {"vocab_limit": self.vocab_limit, "committed": committed}
         kind: type[DraftJob] = DraftJob
         num_wanted = fields["num_draft_tokens"]
         # What a token of text is worth is known where nothing changes the logits of single tokens.
@@ -352,9 +340,9 @@ class Lookahead:
         if num_wanted and num_chains > 1:
             kind, fields["num_chains"] = ChainsJob, num_chains
         elif num_wanted and max_depth:
-            kind, fields["growth"] = TreeJob, TreeGrowth(num_wanted, max_depth, self._forecast.calibration)
-        elif self._inner is not None:
-            kind, fields["inner"] = InnerJob, self._inner
+            kind, fields["growth"] = TreeJob, TreeGrowth(num_wanted, max_depth, self.forecast.calibration)
+        elif self.inner is not None:
+            kind, fields["inner"] = InnerJob, self.inner
         elif num_wanted and is_text:
             kind = StringJob
         return kind(sequence, base_len, token_ids, **fields)
@@ -367,14 +355,14 @@ class Lookahead:
 
     def _followed(self, path: Sequence[int]) -> Committed | None:
         """The root's committed tokens and others after them; None as above."""
-        return self._transcript.followed(path) if self._transcript else None
+        return self.transcript.followed(path) if self.transcript else None
 
     def _submit(self, branch: Branch, job: DraftJob, extra_len: int, *, background: bool = False) -> None:
         """Raises:
         SpecwireError: it cannot be run at all.
         """
-        job.tag = self._sequence_id, branch
-        self._engine.submit(job, self._sink, extra_len, background=background)
+        job.tag = self.sequence_id, branch
+        self.engine.submit(job, self.sink, extra_len, background=background)
 
     def _path_from_root(self, base_len: int, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """Tokens committed after the root's own; None where they do not build on the root."""
@@ -395,9 +383,9 @@ class Lookahead:
         self._close(b for b in self._branches if b is not found and b not in kept)
         self._branches = kept
         if found is not None:
-            self._engine.replace_with_fork(self._sequence, found.job.sequence)
-            if self._transcript is not None:
-                self._transcript.follow(found.path)
+            self.engine.replace_with_fork(self.sequence, found.job.sequence)
+            if self.transcript is not None:
+                self.transcript.follow(found.path)
             path_len, worth = len(found.path), found.worth
             for branch in (found, *kept):  # path and worth are measured from the new root
                 branch.path = branch.path[path_len:]
@@ -419,7 +407,7 @@ class Lookahead:
         if is_outcome and num_accepted < len(candidates):
             known = candidates[num_accepted]
             rank = known.index(next_token) if next_token in known else None
-            self._forecast.add(len(drafted), num_accepted, rank)
+            self.forecast.add(len(drafted), num_accepted, rank)
 
     # --- ahead of the next request --------------------------------------------------------------------
 
@@ -448,7 +436,7 @@ class Lookahead:
             return
         for branch in (root, *self._branches):
             self._peek(branch)
-            branch.list_outcomes(self._forecast)
+            branch.list_outcomes(self.forecast)
         worths_to_come = [worth for branch in (root, *self._branches) for worth in branch.bonus_worths]
         while parent := self._next_parent(root, preparation.num_outcomes, worths_to_come):
             self._add_branch(parent, preparation)
@@ -465,7 +453,7 @@ class Lookahead:
 
     def _sequence_of(self, branch: Branch) -> TokenSequence:
         """The sequence of a branch's tokens; that of the root is the stream's own."""
-        return self._sequence if branch is self._root else branch.job.sequence
+        return self.sequence if branch is self._root else branch.job.sequence
 
     def _peek(self, branch: Branch) -> None:
         """Once a proposal is finished, find the candidates after all of it, or after leaves of its tree."""
@@ -473,14 +461,14 @@ class Lookahead:
             return
         made, leaves, drafted = branch.job, branch.leaves(), list[int]()
         kind: type[PeekJob | LeavesJob] = PeekJob
-        fields: dict[str, Any] = {"vocab_limit": self._vocab_limit, "num_candidates": NUM_RANKS}
+        fields: dict[str, Any] = {"vocab_limit": self.vocab_limit, "num_candidates": NUM_RANKS}
         if isinstance(made, TreeJob):
             worths = [branch.worth * made.growth.worths[node] for node in leaves]
             kind = LeavesJob
             fields |= {"growth": made.growth, "leaves": leaves}
         else:
             drafted += branch.proposal.token_ids
-            worths = [branch.worth * share for share in self._forecast.bonus_probabilities(len(drafted))]
+            worths = [branch.worth * share for share in self.forecast.bonus_probabilities(len(drafted))]
         if not worths or worths[0] < MIN_WORTH:
             return
         fields |= {"worth": sum(worths), "committed": self._followed((*branch.path, *drafted))}
@@ -498,7 +486,7 @@ class Lookahead:
         num_shared = 0 if isinstance(parent.job, TreeJob) else len(token_ids) - 1
         path = (*parent.path, *token_ids)
         job = self._job(
-            self._engine.open_fork(self._sequence),
+            self.engine.open_fork(self.sequence),
             parent.job.committed_len + num_shared,
             token_ids[num_shared:],
             num_draft_tokens=preparation.num_draft_tokens,

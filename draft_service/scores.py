@@ -16,7 +16,6 @@ class SharedScores:
     """From the draft's vocabulary to the target's. What is needed on the device is put there once."""
 
     def __init__(self, shared: SharedVocabulary) -> None:
-        """Of a draft with another vocabulary than its target."""
         self._shared = shared
         self._columns: tuple[Tensor, Tensor, Tensor] | None = None
 

@@ -43,7 +43,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One stream carries all sequences of a coordinator, whose KV caches are freed when it ends.
 
     Args:
-        max_support: entries of a support.
         limits: of all streams together.
 
     Attributes: what all streams share.
@@ -79,12 +78,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         await self.stream(context).serve(requests)
 
     def stream(self, context: Any) -> DraftStream:
-        """Of a call, which has its `write` and its caller."""
         caller = listening.caller(context)
         return DraftStream(self._service, context.write, self._limits, caller, self)
 
     def spans_of(self, message: common_pb2.OpenSequence) -> SequenceSpans:
-        """Of a sequence."""
         context = self._tracer.propagators.read(message.trace_headers.items())
         return SequenceSpans(self._tracer, "draft", _METHOD, context, self._trace_detail)
 
@@ -105,15 +102,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """The state of a sequence.
-
-    Attributes:
-        last: the last request that arrived; None before the first one.
-    """
-
     lookahead: Lookahead
     spans: SequenceSpans
-    last: Request | None = None
+    last: Request | None = None  # the last one that arrived
 
     def fail(self, kind: str, description: str = "") -> None:
         """Requests without an answer end like this."""
@@ -152,16 +143,18 @@ class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
 
     def opened(self, message: common_pb2.OpenSequence, tokens: TokenSequence) -> _State:
         learner, shared, hierarchy = self._servicer.learner, self._servicer.shared, self._servicer.hierarchy
+        params = tokens.params
+        kind = "greedy" if params.greedy else str(params.rule)
         lookahead = Lookahead(
             self.service.engine,
             tokens,
             sequence_id=message.sequence_id,
             vocab_limit=message.vocab_limit,
-            forecast=Forecast(self._servicer.forecasts[_kind(tokens.params)]),
+            forecast=Forecast(self._servicer.forecasts[kind]),
             sink=self._settle,
             answer=self._answered,
             transcript=Transcript(shared, self.service.info.context_len) if shared else None,
-            inner=hierarchy.open(tokens.params) if hierarchy else None,
+            inner=hierarchy.open(params) if hierarchy else None,
             lesson=learner.lesson(tokens) if learner and message.may_learn else None,
         )
         return _State(lookahead, self._servicer.spans_of(message))
@@ -277,18 +270,14 @@ class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
     # --- messages -------------------------------------------------------------------------------------
 
     def encoded(
-        self, answers: Sequence[tuple[_State, Request]], errors: Sequence[common_pb2.SequenceError]
-    ) -> draft_pb2.DraftResponse:
-        return self._response([_answer(state, request) for state, request in answers], (), errors)
-
-    def _response(
         self,
-        answers: Sequence[DraftAnswer],
-        prepared: Sequence[PreparedAnswer],
-        errors: Sequence[common_pb2.SequenceError] = (),
+        answers: Sequence[tuple[_State, Request]],
+        errors: Sequence[common_pb2.SequenceError],
+        prepared: Sequence[PreparedAnswer] = (),
     ) -> draft_pb2.DraftResponse:
+        found = [_answer(state, request) for state, request in answers]
         incarnation, support_len = self.service.info.incarnation, self._servicer.support_len
-        return draft_wire.response_to_proto(answers, prepared, errors, incarnation, support_len)
+        return draft_wire.response_to_proto(found, prepared, errors, incarnation, support_len)
 
     def next_message(self) -> draft_pb2.DraftResponse | None:
         """Answers before prepared proposals, which end with the requests."""
@@ -296,7 +285,7 @@ class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
         if message is not None or self.is_half_closed:
             return message
         prepared = self._take_prepared()
-        return self._response((), prepared) if prepared else None
+        return self.encoded((), (), prepared) if prepared else None
 
     def _take_prepared(self) -> list[PreparedAnswer]:
         """As many as may be under way; sequences take turns."""
@@ -338,7 +327,6 @@ def _answer(state: _State, request: Request) -> DraftAnswer:
 
 
 def _prepared(sequence_id: int, state: _State, branches: Sequence[Branch]) -> list[PreparedAnswer]:
-    """What is sent of these branches now."""
     if not branches:
         return []
     assert state.last is not None
@@ -374,8 +362,3 @@ def _trace(spans: SequenceSpans, branches: Sequence[Branch]) -> str:
     )
     span.end(clock.epoch_ns(max(branch.job.finished_ns for branch in branches)))
     return span.traceparent
-
-
-def _kind(params: SamplingParams) -> str:
-    """Key of the forecast shared by sequences that sample in the same way."""
-    return "greedy" if params.greedy else str(params.rule)

@@ -75,7 +75,6 @@ class Student:
 
     @property
     def is_step_due(self) -> bool:
-        """Whether gradients of enough windows are added up."""
         return self._num_added_up == WINDOWS_PER_STEP
 
     def step(self) -> bool:

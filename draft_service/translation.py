@@ -73,7 +73,6 @@ class Translation:
     """
 
     def __init__(self, shared: SharedVocabulary) -> None:
-        """Of no token."""
         self.shared = shared
         self._target_ids = _NONE
         self._ends: list[int] = []  # length of the text after each target token
@@ -201,7 +200,6 @@ class Committed:
 
     @property
     def shared(self) -> SharedVocabulary:
-        """What the tokens of either side mean."""
         return self.translation.shared
 
     def own(self, num_draft_tokens: int, *, is_judged: bool = False) -> tuple[int, list[int]]:
@@ -237,11 +235,6 @@ class Transcript:
     """The target's committed tokens of a stream, as the event loop knows them."""
 
     def __init__(self, shared: SharedVocabulary, context_len: int) -> None:
-        """Without a token.
-
-        Args:
-            context_len: of the draft, in its tokens.
-        """
         self._translation = Translation(shared)
         self._context_len = context_len
         self._target_ids = _NONE
@@ -260,7 +253,6 @@ class Transcript:
         return Committed(self._translation, self._target_ids, num_held, self._context_len)
 
     def follow(self, path: Sequence[int]) -> None:
-        """Commit these tokens."""
         self.commit(len(self._target_ids), path)
 
     def followed(self, path: Sequence[int]) -> Committed:

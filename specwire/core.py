@@ -112,7 +112,6 @@ def _whole(least: int, most: int, interval: str = "") -> Check:
 
 
 def _text(least: int, most: int) -> Check:
-    """A text of so many characters."""
     problem = f"must be a text of {least} to {most} characters"
     return _must(lambda value: isinstance(value, str) and least <= len(value) <= most, problem)
 
@@ -568,7 +567,6 @@ class Outcome:
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that were accepted."""
         return len(self.path)
 
 
@@ -721,7 +719,6 @@ class ModelInfo:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it is an encoder-decoder."""
         return self.encoder_len > 0
 
     @property

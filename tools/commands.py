@@ -24,7 +24,6 @@ add_bench, add_timeline = bench.add_command, timeline.add_command
 
 
 def add_demo(commands: Any) -> None:
-    """Add `demo`."""
     about = "start everything, continue a prompt, show what happened"
     demo = add_command(commands, "demo", about, DemoConfig, _demo, has_file=True)
     demo.add_argument("prompt", nargs="?", help="text to continue (default: the start of a class)")
@@ -36,7 +35,6 @@ def add_demo(commands: Any) -> None:
 
 
 def add_proxy(commands: Any) -> None:
-    """Add `proxy`."""
     about = "add latency, jitter and a bandwidth limit between two services"
     add_command(commands, "proxy", about, ProxyConfig, _proxy)
 
@@ -55,7 +53,6 @@ def add_training(commands: Any) -> None:
 
 
 def add_tune(commands: Any) -> None:
-    """Add `tune`."""
     about = "measure a pair on a text, and say how it would be drafted with how many streams"
     tune = add_command(commands, "tune", about, TuneConfig, _tune)
     add_sampling_flags(tune, omit=("rule", "num_draft_tokens", "max_depth", "draft", "seed"), max_tokens=64)

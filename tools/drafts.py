@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,11 @@ from specwire.config.fields import at_least, between, check, one_of
 from specwire.config.flags import CheckedConfig, option, same
 from specwire.config.models import DTYPES, EMBEDDED, EMULATED, check_model
 from specwire.core import MAX_NUM_DRAFT_TOKENS
+
+Advance = Callable[[int], object]
+"""Told of so many more units of work that are done."""
+Bar = Callable[[str, int], AbstractContextManager[Advance]]
+"""Shows progress: given a title and how much there is to do, a context manager with an `Advance`."""
 
 MAX_HEADS = 16
 MAX_DEPTH = 8
@@ -93,7 +99,6 @@ class SearchLayersConfig(TextConfig):
 
 
 def train_heads(config: TrainHeadsConfig) -> None:
-    """Train, and say how the heads are used."""
     from tools.heads.training import train
 
     made = train(config, bar)
@@ -102,7 +107,6 @@ def train_heads(config: TrainHeadsConfig) -> None:
 
 
 def train_eagle3(config: TrainEagle3Config) -> None:
-    """Train, and say how the EAGLE-3 is used."""
     from tools.eagle3.training import train
 
     made = train(config, bar)
@@ -110,7 +114,6 @@ def train_eagle3(config: TrainEagle3Config) -> None:
 
 
 def search_layers(config: SearchLayersConfig) -> None:
-    """Search, draw, and say how the result is used."""
     if config.picture:
         extras.require("--picture", "bench")
     from tools.layers import picture
@@ -130,7 +133,7 @@ def search_layers(config: SearchLayersConfig) -> None:
 
 
 @contextlib.contextmanager
-def bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
+def bar(title: str, total: int) -> Iterator[Advance]:
     """On standard error; without tqdm a line when it is done."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]

@@ -84,7 +84,6 @@ def read_prompts(path: str) -> list[str]:
 
 
 async def _tuned(address: str, prompts: list[str], config: TuneConfig, params: SamplingParams) -> str:
-    """All tables."""
     async with AsyncClient(address, timeout_s=600.0) as client:
         target, draft = await client.get_model_info()
         drafted = replace(params, num_draft_tokens=_FIXED_TOKENS)

@@ -112,7 +112,6 @@ class ModelDrafts(GrownDrafts):
         return True
 
     def chosen_after(self, nodes: Sequence[Node], question: Question) -> list[Drawn]:
-        """See `GrownDrafts`."""
         return choose(question, self._logits_after(nodes))
 
     def _logits_after(self, nodes: Sequence[Node]) -> Tensor:

@@ -141,18 +141,13 @@ def choose(question: Question, logits: Tensor) -> list[Drawn]:
             ids, *others = to_host(*likeliest(scores, most=num_ranked, sharpness=question.sharpness))
             answer.append(Drawn.matched(ids[:, 0], ids, *others))
         else:
-            on_device, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
-            answer.append(Drawn.supported(*to_host(*on_device)))
+            *drawn, _ = draw_supported(log_probs, rows, SUPPORT_MASS, MAX_SUPPORT)
+            answer.append(Drawn.supported(*to_host(*drawn)))
     return answer
 
 
 class GrownDrafts(OwnDrafts):
-    """Proposals for all sequences of a step at once.
-
-    Args:
-        runner: of what drafts.
-        may_be_tree: whether proposals may be trees.
-    """
+    """Proposals for all sequences of a step at once."""
 
     sharpness = SHARPNESS
     draws = False

@@ -25,8 +25,6 @@ from verify_service.threshold import Threshold
 
 
 class PagedDrafts(GrownDrafts):
-    """See `GrownDrafts`."""
-
     def begin(self, judged: Judged) -> Growing | None:
         """See `GrownDrafts`. The sequence goes on as the coordinator's next request will have it do."""
         found = super().begin(judged)

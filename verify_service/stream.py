@@ -94,8 +94,6 @@ class _Round:
 
 
 class VerifyStream(ModelStream[_State, VerifyJob]):
-    """One coordinator's stream."""
-
     def __init__(
         self,
         service: ModelService,

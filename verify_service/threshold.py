@@ -12,24 +12,20 @@ from __future__ import annotations
 
 _RATE_MEMORY, _MEMORY = 0.5, 0.9
 _STEP = 0.01
-FIRST, TARGET_RATE = 0.8, 0.9
+_FIRST, _TARGET_RATE = 0.8, 0.9
+"""Value that it begins at; accepted share of draft tokens above which it falls."""
 
 
 class Threshold:
     """Of one sequence. It follows from the sequence's own past alone: a seed that is given twice meets no
     choice that knows its random numbers.
 
-    Args:
-        first: value.
-        target_rate: of accepted draft tokens, above which the threshold falls.
-
     Attributes:
         value: of the draft's confidence, in [0, 1].
     """
 
-    def __init__(self, first: float = FIRST, target_rate: float = TARGET_RATE) -> None:
+    def __init__(self, first: float = _FIRST) -> None:
         self.value = first
-        self._target_rate = target_rate
         self._rate = 0.0
 
     def learn(self, num_accepted: int, num_drafted: int, *, was_longest: bool) -> None:
@@ -40,6 +36,6 @@ class Threshold:
         """
         self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * num_accepted / num_drafted
         step = 0.0 if was_longest else -_STEP
-        if self._rate < self._target_rate:
+        if self._rate < _TARGET_RATE:
             step = _STEP
         self.value = min(1.0, max(0.0, self.value + (1 - _MEMORY) * step))

@@ -129,34 +129,6 @@ class Cases(NamedTuple):
     support_lens: IntArray
     reporting: Mapping[int, Reported]
 
-    @classmethod
-    def of(cls, jobs: Sequence[VerifyJob]) -> Cases:
-        """One for each job."""
-        encoded = [job.sequence.encoded for job in jobs]
-        num_rows = [job.num_rows for job in jobs]
-        committed_lens = [job.committed_len for job in jobs]
-        supports: list[IntArray] = []
-        paths: dict[int, list[int]] = {}
-        edited: dict[int, Row] = {}
-        reporting: dict[int, Reported] = {}
-        first = 0
-        for i, (job, one) in enumerate(zip(jobs, encoded, strict=True)):
-            if not one.traits & MATCHED:
-                supports += [*(support.token_ids for support in job.proposal.supports), _NO_IDS]
-            if job.proposal.parents:
-                paths[i] = job.positions()
-            if one.traits & EDITED:
-                edited |= enumerate(job.rows(), first)
-            if one.traits & LOGPROBS:
-                reporting[i] = Reported(first, job.sequence.params.logprobs or 0, job.candidates())
-            first += job.num_rows
-        return cls(
-            rows=Rows(encoded, num_rows, committed_lens, committed_lens, paths, edited),
-            support_ids=np.concatenate([_NO_IDS, *supports]),
-            support_lens=np.fromiter(map(len, supports), np.int64, len(supports)),
-            reporting=reporting,
-        )
-
 
 class Results(NamedTuple):
     """Of a step.
@@ -192,11 +164,34 @@ class VerifyDecider:
     def ask(jobs: Sequence[Job]) -> Cases:
         """One case for each job."""
         verifies = [job for job in jobs if isinstance(job, VerifyJob)]
-        for job in verifies:
-            if job.sequence.grammar is not None:
-                tokens, drafted = job.sequence.tokens[: job.committed_len], job.proposal
-                job.masks = job.sequence.masks(tokens, drafted.token_ids, drafted.parents)
-        return Cases.of(verifies)
+        encoded = [job.sequence.encoded for job in verifies]
+        num_rows = [job.num_rows for job in verifies]
+        committed_lens = [job.committed_len for job in verifies]
+        supports: list[IntArray] = []
+        paths: dict[int, list[int]] = {}
+        edited: dict[int, Row] = {}
+        reporting: dict[int, Reported] = {}
+        first = 0
+        for i, (job, one) in enumerate(zip(verifies, encoded, strict=True)):
+            sequence, proposal = job.sequence, job.proposal
+            if sequence.grammar is not None:
+                tokens = sequence.tokens[: job.committed_len]
+                job.masks = sequence.masks(tokens, proposal.token_ids, proposal.parents)
+            if not one.traits & MATCHED:
+                supports += [*(support.token_ids for support in proposal.supports), _NO_IDS]
+            if proposal.parents:
+                paths[i] = job.positions()
+            if one.traits & EDITED:
+                edited |= enumerate(job.rows(), first)
+            if one.traits & LOGPROBS:
+                reporting[i] = Reported(first, sequence.params.logprobs or 0, job.candidates())
+            first += job.num_rows
+        return Cases(
+            rows=Rows(encoded, num_rows, committed_lens, committed_lens, paths, edited),
+            support_ids=np.concatenate([_NO_IDS, *supports]),
+            support_lens=np.fromiter(map(len, supports), np.int64, len(supports)),
+            reporting=reporting,
+        )
 
     @staticmethod
     def decide(cases: Cases, logits: Tensor) -> Results:

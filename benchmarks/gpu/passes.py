@@ -22,7 +22,7 @@ from specwire.engine.model.loading import load_model, self_check
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import random, sampling
 from specwire.rule.captured import CudaReplay, EagerReplay
-from specwire.rule.columns import Row
+from specwire.rule.columns import Row, Rows
 
 PAGE_LEN = 256
 GAMMA = 5
@@ -259,9 +259,9 @@ def _decode(runner: ModelRunner, cache: Any, token: int, params: SamplingParams,
 def _draw(logits: Tensor, params: SamplingParams, position: int) -> Tensor:
     """As the draft does: cut the distribution down, then draw from what is left. int64 [1]."""
     if params.greedy:
-        return sampling.greedy(logits)
+        return logits.argmax(dim=-1)
     row = Row(params, 0, (), position, 1)
-    probs = sampling.apply_warps(logits, [row]).exp()
+    probs = sampling.apply_warps(logits, Rows.of([row])).exp()
     ids, support, _ = sampling.truncate_support(probs, 0.99, 1024)
     uniforms = random.uniforms([1], random.Purpose.DRAFT, [position])
     column = sampling.draw(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.drafts.choice import DraftChoice
 from specwire.core import MAX_LOGPROBS, PARAMETERS, ModelInfo, SamplingParams
 from specwire.errors import UnsupportedError
-from specwire.rule.beam_search import BeamRules, EarlyStopping
+from specwire.rule.beam_search import BeamRules
 from specwire.v1 import generation_pb2
 
 _ALLOWED = {
@@ -72,5 +72,5 @@ def rules_of(params: SamplingParams, target: ModelInfo) -> BeamRules | None:
         max_tokens=params.max_tokens,
         end_ids=end_ids(params, target),
         length_penalty=params.length_penalty,
-        early_stopping=EarlyStopping.of(params.early_stopping),
+        early_stopping=params.early_stopping,
     )

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from draft_service.drafter import DraftDecider
 from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.inner.model import ModelDrafter
-from draft_service.inner.pace import MOST_GUESSES, Look, Pace
+from draft_service.inner.pace import MOST_GUESSES, Pace
 from draft_service.inner.text import TextGuesser
 from specwire.config.services import DraftConfig
 from specwire.config.speculative import INNER_METHODS
@@ -29,6 +29,7 @@ from specwire.engine.jobs import Job
 from specwire.errors import ModelLoadError, SpecwireError
 from specwire.proposals.estimate.costs import CostModel
 from specwire.proposals.estimate.rates import Rate
+from specwire.proposals.history import Guess
 from specwire.text.tokenizer import load as load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -49,11 +50,11 @@ class InnerDrafter(Protocol):
         It has a `length`, and can `truncate(length)`, `extend(token_ids)` and `release()` what it holds.
         """
 
-    def look(self, job: InnerJob) -> Look | None:
+    def look(self, job: InnerJob) -> Guess | None:
         """What is known of the tokens that follow the job's, at no cost to speak of."""
 
     def guess(
-        self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
+        self, jobs: Sequence[InnerJob], looks: Sequence[Guess], nums: Sequence[int]
     ) -> list[Sequence[int]]:
         """At most so many tokens for each job.
 
@@ -112,7 +113,7 @@ class Hierarchy:
 
     def _guess(self, jobs: Sequence[Job], costs: CostModel) -> None:
         asked: list[InnerJob] = []
-        looks: list[Look] = []
+        looks: list[Guess] = []
         nums: list[int] = []
         for job in jobs:
             if not isinstance(job, InnerJob) or not job.is_open:

@@ -12,6 +12,7 @@ from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 
 
+@dataclass(eq=False)
 class InnerStream:
     """What an inner drafter knows of one stream, all of whose jobs share it. Engine thread only.
 
@@ -21,10 +22,9 @@ class InnerStream:
         is_closed: nothing is guessed any more.
     """
 
-    def __init__(self, memory: Any, pace: Pace | None = None) -> None:
-        self.memory = memory
-        self.pace = pace or Pace()
-        self.is_closed = False
+    memory: Any
+    pace: Pace = field(default_factory=Pace)
+    is_closed: bool = False
 
     def commit(self, sequence: TokenSequence, base_len: int, length: int) -> None:
         """The sequence was rolled back to a base, and its tokens up to this length are committed.
@@ -35,7 +35,6 @@ class InnerStream:
         self.memory.extend(sequence.tokens[self.memory.length : length])
 
     def close(self) -> None:
-        """Free its memory."""
         self.is_closed = True
         self.memory.release()
 
@@ -57,7 +56,7 @@ class InnerJob(DraftJob):
         inner: what the inner drafter knows of the stream.
         is_open: it may be given guesses before its next pass.
         num_guessed: guesses at the end of the sequence.
-        kind: of these guesses, see `Look`.
+        kind: of these guesses, see `Guess`.
     """
 
     inner: InnerStream = field(kw_only=True)

@@ -8,18 +8,19 @@ stream, those that prepare outcomes, run on forks of its sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from draft_service.drafter import DraftDecider, DraftJob
 from draft_service.inner.jobs import InnerJob
-from draft_service.inner.pace import Look
 from specwire import clock
 from specwire.core import SamplingParams
 from specwire.engine.batch import Feed, Feeds
 from specwire.engine.device import Runner
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
+from specwire.proposals.history import Guess
 
-_LOOK = Look(0, 0.6)
+_LOOK = Guess([], [], 0, 0.6)
 _RATE, _MAX_JUMP = 0.2, 4.0
 """Of the moving average of `guess_ns`; a single pause of the machine is an outlier."""
 
@@ -49,52 +50,44 @@ class ModelMemory:
         self.sequence.cache.release()
 
 
+@dataclass
 class ModelDrafter:
     """See `InnerDrafter`.
 
-    Args:
-        runner: an attribute, too.
+    Attributes:
         context_len: most tokens of a sequence.
         vocab_limit: the draft's tokens are below it.
         max_prefill_tokens: most tokens of a prompt that a call runs: passes of the draft wait for it.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        decider: DraftDecider,
-        *,
-        context_len: int,
-        vocab_limit: int,
-        max_prefill_tokens: int,
-    ) -> None:
-        self.guess_ns = 0.0
-        self.runner = runner
-        self._decider = decider
-        self._context_len, self._vocab_limit = context_len, vocab_limit
-        self._max_prefill_tokens = max_prefill_tokens
+    runner: Runner
+    decider: DraftDecider
+    context_len: int
+    vocab_limit: int
+    max_prefill_tokens: int
+    guess_ns: float = 0.0
 
     def open(self) -> ModelMemory:
         return ModelMemory(self.runner)
 
-    def look(self, job: InnerJob) -> Look | None:
+    def look(self, job: InnerJob) -> Guess | None:
         """Its guesses are alike, as far as it knows the text so far."""
         memory: ModelMemory = job.inner.memory
         tokens, num_cached = job.sequence.tokens, memory.sequence.cache.length
-        fits = memory.length <= len(tokens) <= self._context_len - job.room
+        fits = memory.length <= len(tokens) <= self.context_len - job.room
         if not fits or max(tokens[num_cached:], default=0) >= self.runner.vocab_size:
             return None
-        if len(tokens) - num_cached > self._max_prefill_tokens:
+        if len(tokens) - num_cached > self.max_prefill_tokens:
             # Run a part of a long text; the other parts come before later passes.
-            cache, end = memory.sequence.cache, num_cached + self._max_prefill_tokens
+            cache, end = memory.sequence.cache, num_cached + self.max_prefill_tokens
             if token_ids := memory.sequence.tokens[num_cached:end]:
-                self.runner.run(Feeds.of([Feed(cache, token_ids, 0)]), None, self._decider.decide)
+                self.runner.run(Feeds.of([Feed(cache, token_ids, 0)]), None, self.decider.decide)
                 self.runner.end_step()
             return None
         return _LOOK
 
     def guess(
-        self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
+        self, jobs: Sequence[InnerJob], looks: Sequence[Guess], nums: Sequence[int]
     ) -> list[Sequence[int]]:
         memories: list[ModelMemory] = [job.inner.memory for job in jobs]
         lengths = {memory: memory.length for memory in memories}
@@ -119,7 +112,7 @@ class ModelDrafter:
         sequence.tokens += job.sequence.tokens[len(sequence.tokens) :]
         length = len(sequence.tokens)
         sequence.cache.truncate(min(sequence.cache.length, length - 1))
-        limit = min(job.vocab_limit or self._vocab_limit, self._vocab_limit)
+        limit = min(job.vocab_limit or self.vocab_limit, self.vocab_limit)
         return DraftJob(sequence, length, [], num_rows=1, num_draft_tokens=num, vocab_limit=limit)
 
     def _run(self, drafts: Sequence[DraftJob]) -> None:
@@ -127,8 +120,8 @@ class ModelDrafter:
         started_ns = clock.stopwatch_ns()
         feeds = Feeds.of([Feed(draft.sequence.cache, draft.pending) for draft in drafts])
         is_usual = max(feeds.num_query) <= MAX_CATCH_UP_TOKENS
-        question = self._decider.ask(drafts)
-        self._decider.apply(drafts, self.runner.run(feeds, question, self._decider.decide))
+        question = self.decider.ask(drafts)
+        self.decider.apply(drafts, self.runner.run(feeds, question, self.decider.decide))
         self.runner.end_step()
         if is_usual:
             spent_ns = clock.stopwatch_ns() - started_ns

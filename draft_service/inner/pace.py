@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
 
 from specwire.proposals.estimate.rates import Rate, best_length, expected_tokens
+from specwire.proposals.history import Guess
 
 MOST_GUESSES = 16
 """In one pass."""
@@ -22,20 +22,6 @@ _LEAST_REST, _MOST_REST = 15, 255
 """Passes between two trials, where they cost next to nothing, and where they cost several passes."""
 _TRIAL_SHARE = 0.01
 """Most time that trials may take."""
-
-
-class Look(NamedTuple):
-    """What an inner drafter knows of the tokens that follow, before it is asked for them.
-
-    Attributes:
-        kind: guesses of a kind are right about equally often.
-        prior: how often, before that is measured.
-        token_ids: the guesses, where they are known already.
-    """
-
-    kind: int
-    prior: float
-    token_ids: Sequence[int] = ()
 
 
 class Pace:
@@ -61,7 +47,7 @@ class Pace:
         self._num_rested = 0
         return True
 
-    def num_guesses(self, look: Look | None, times: Sequence[float]) -> int:
+    def num_guesses(self, look: Guess | None, times: Sequence[float]) -> int:
         """How many to run: so many as promise the most tokens a second.
 
         Args:
@@ -76,7 +62,7 @@ class Pace:
         self._rest = min(longest, 2 * self._rest + 1)
         return int(is_trial)
 
-    def _best(self, look: Look, times: Sequence[float]) -> int:
+    def _best(self, look: Guess, times: Sequence[float]) -> int:
         usual = self._shared.setdefault(look.kind, Rate(look.prior, _SHARED_MEMORY))
         rate = self._rates.setdefault(look.kind, Rate(usual.value, _MEMORY))
         expected = expected_tokens([rate.value] * (len(times) - 1))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_service.inner.jobs import InnerJob
-from draft_service.inner.pace import MOST_GUESSES, Look
+from draft_service.inner.pace import MOST_GUESSES
 from specwire.config.speculative import NGRAM, SpeculativeConfig
-from specwire.proposals.history import MAX_CONTINUATIONS, History
+from specwire.proposals.history import MAX_CONTINUATIONS, Guess, History
 
 
 class TextMemory(History):
@@ -33,16 +33,16 @@ class TextGuesser:
     def open(self) -> TextMemory:
         return TextMemory(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
 
-    def look(self, job: InnerJob) -> Look | None:
+    def look(self, job: InnerJob) -> Guess | None:
         memory: TextMemory = job.inner.memory
         num_committed = memory.length
         memory.extend(job.sequence.tokens[num_committed:])
         found = memory.guess(min(job.room, MOST_GUESSES), self._num_counted)
         memory.truncate(num_committed)
-        return Look(found.kind, found.prior, found.token_ids) if found else None
+        return found
 
     def guess(
-        self, jobs: Sequence[InnerJob], looks: Sequence[Look], nums: Sequence[int]
+        self, jobs: Sequence[InnerJob], looks: Sequence[Guess], nums: Sequence[int]
     ) -> list[Sequence[int]]:
         return [look.token_ids[:num] for look, num in zip(looks, nums, strict=True)]
 

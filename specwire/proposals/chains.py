@@ -37,22 +37,6 @@ def merged(
     Raises:
         InvalidRequestError: it would have over 64 nodes.
     """
-    token_ids, parents, leaves = joined(chains)
-    found = Proposal(base_len, token_ids, (), source, parents, support_len, leaves if token_ids else ())
-    after: dict[int, Support] = {}
-    for leaf, drawn_from in zip(leaves, supports, strict=True):
-        for node, support in zip((-1, *tree.path_to(tree.parents_of(found), leaf)), drawn_from, strict=False):
-            after.setdefault(node, support)
-    found.supports = [after.get(row - 1, NO_SUPPORT) for row in range(len(token_ids))]
-    return found
-
-
-def joined(chains: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
-    """The tree of these chains: token ids, parents (none of a single chain), and the last node of each chain.
-
-    Raises:
-        InvalidRequestError: it would have over 64 nodes.
-    """
     nodes: dict[tuple[int, int], int] = {}
     token_ids, parents, leaves = list[int](), list[int](), list[int]()
     for own in chains:
@@ -63,7 +47,14 @@ def joined(chains: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[
                 token_ids.append(token_id)
                 parents.append(parent)
         leaves.append(node)
-    return token_ids, tree.checked_parents(parents, len(token_ids)), leaves
+    parents = tree.checked_parents(parents, len(token_ids))
+    found = Proposal(base_len, token_ids, (), source, parents, support_len, leaves if token_ids else ())
+    after: dict[int, Support] = {}
+    for leaf, drawn_from in zip(leaves, supports, strict=True):
+        for node, support in zip((-1, *tree.path_to(tree.parents_of(found), leaf)), drawn_from, strict=False):
+            after.setdefault(node, support)
+    found.supports = [after.get(row - 1, NO_SUPPORT) for row in range(len(token_ids))]
+    return found
 
 
 def first(proposal: Proposal, num_chains: int) -> Proposal:

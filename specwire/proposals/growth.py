@@ -33,8 +33,6 @@ class TreeGrowth:
     def __init__(self, size: int, max_depth: int, calibration: Calibration) -> None:
         """Args:
         size: nodes of the tree that is proposed.
-        max_depth: longest path, in nodes.
-        calibration: of this kind of streams.
         """
         self._size = size
         self.max_depth = max_depth

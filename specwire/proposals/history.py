@@ -26,7 +26,7 @@ class Guess(NamedTuple):
     """What may follow.
 
     Attributes:
-        token_ids: [num_tokens] at most as many as asked for.
+        token_ids: [num_tokens] at most as many as asked for; none where they are not known yet.
         shares: [num_tokens] how often each followed those before it, where they occurred.
         kind: acceptance is measured for guesses of a kind together.
         prior: acceptance of the kind before it is measured, as a share of `shares`.

@@ -89,7 +89,6 @@ class Arrived:
         self.num_bytes = self._num_reported = 0
 
     def add(self, num_bytes: int) -> None:
-        """Another message."""
         self.num_bytes += num_bytes
 
     @property

@@ -14,7 +14,6 @@ continuations that do not end, no live beam has more than num_beams.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,24 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from specwire.core import Logprobs
-
-
-class EarlyStopping(enum.StrEnum):
-    """When a search with `num_beams` finished texts ends; the names are those of `SamplingParams`."""
-
-    HEURISTIC = "heuristic"
-    """Once the best live beam, divided by its present length, is no better than the worst finished text."""
-    AT_ONCE = "at_once"
-    """At once."""
-    NEVER = "never"
-    """Once no live beam can become better: its score is divided by the longest length where that is more."""
-
-    @classmethod
-    def of(cls, early_stopping: bool | str) -> EarlyStopping:
-        """Of transformers' values: False, True and "never"."""
-        if early_stopping == cls.NEVER:
-            return cls.NEVER
-        return cls.AT_ONCE if early_stopping else cls.HEURISTIC
 
 
 class Beam:
@@ -67,17 +48,7 @@ class Beam:
 
 
 class Scored(NamedTuple):
-    """A beam and its score."""
-
     beam: Beam
-    score: np.float32
-
-
-class _Candidate(NamedTuple):
-    """A beam, the token that would continue it, and the score with that."""
-
-    beam: Beam
-    token_id: int
     score: np.float32
 
 
@@ -90,14 +61,16 @@ class BeamRules:
         max_tokens: longest text, in tokens.
         end_ids: tokens that end a text.
         length_penalty: exponent of the length that a finished text's score is divided by.
-        early_stopping: when to end.
+        early_stopping: when to end with `num_beams` finished texts. True: at once. False: once the best live
+            beam, divided by its present length, is no better than the worst of them. "never": once none can
+            become better, divided by the longest length where that is more.
     """
 
     num_beams: int
     max_tokens: int
     end_ids: frozenset[int] = frozenset()
     length_penalty: float = 1.0
-    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    early_stopping: bool | str = False
 
     @property
     def num_top(self) -> int:
@@ -137,7 +110,8 @@ class BeamSearch:
         is_last = length >= rules.max_tokens
         ending, going = [], []
         for place, found in enumerate(self._candidates(rows)):
-            if not is_last and found.token_id not in rules.end_ids:
+            _, token_id, _ = found
+            if not is_last and token_id not in rules.end_ids:
                 going.append(found)
             elif place < rules.num_beams:
                 ending.append(found)
@@ -147,13 +121,14 @@ class BeamSearch:
         ]
         self.ended = is_last or not self._may_improve(length)
 
-    def _candidates(self, rows: Mapping[Beam, Logprobs]) -> list[_Candidate]:
-        """Continuations of the live beams, best first; of equal ones, those of the better beam."""
+    def _candidates(self, rows: Mapping[Beam, Logprobs]) -> list[tuple[Beam, int, np.float32]]:
+        """Continuations of the live beams, best first: beam, next token, and the score with it. Of equal ones
+        those of the better beam come first."""
         found = []
         for place, (beam, score) in enumerate(self.live):
             for token_id, logprob in rows[beam].top():
                 total = np.float32(np.float32(logprob) + score)
-                found.append((-float(total), place, token_id, _Candidate(beam, token_id, total)))
+                found.append((-float(total), place, token_id, (beam, token_id, total)))
         found.sort(key=lambda each: each[:3])
         return [candidate for *_, candidate in found]
 
@@ -168,8 +143,8 @@ class BeamSearch:
         rules = self._rules
         if len(self.finished) < rules.num_beams:
             return True
-        if rules.early_stopping is EarlyStopping.AT_ONCE:
+        if rules.early_stopping is True:
             return False
-        is_optimistic = rules.early_stopping is EarlyStopping.NEVER and rules.length_penalty > 0
+        is_optimistic = rules.early_stopping == "never" and rules.length_penalty > 0
         best = rules.normalised(self.live[0].score, rules.max_tokens if is_optimistic else length)
         return bool(best > self.finished[-1].score)

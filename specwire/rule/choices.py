@@ -57,7 +57,7 @@ def choose(
 
     Returns:
         The tokens, int64 [num_rows], -1 where no score is finite, and what `likeliest` returns, of one token
-        at least; where they are drawn, what `rows.Sampled` has.
+        at least; where they are drawn, the first four of `rows.drawn_on_device`.
     """
     scores = logits
     if kind.is_cut:

@@ -57,7 +57,6 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Self:
-        """Encode parameters."""
         warps = _NEUTRAL
         if not params.greedy:
             warps = (
@@ -135,10 +134,8 @@ class Rows:
     edited: Mapping[int, Row] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[Row] | Rows) -> Rows:
-        """From single rows; columns as they are."""
-        if isinstance(rows, Rows):
-            return rows
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """From single rows."""
         requests = {(id(row.params), row.seed): row for row in rows}
         known = {key: Encoded.of(row.params, row.seed) for key, row in requests.items()}
         encoded = [known[id(row.params), row.seed] for row in rows]

@@ -12,8 +12,7 @@ The order is that of transformers' `generate`: `apply_history` (logit bias, pena
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from specwire.rule.transfer import to_device
 from specwire.support import IntArray
 
 
-def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
+def apply_history(logits: Tensor, rows: Rows) -> Tensor:
     """Add logit biases, apply the penalties, exclude early ends, then what a grammar does not allow.
 
     The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, as transformers defines it) counts
@@ -45,7 +44,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
         InvalidRequestError: a biased token is not in the vocabulary. Services refuse such a request when its
             stream opens, since an error here fails the whole batch.
     """
-    edited = Rows.of(rows).edited
+    edited = rows.edited
     if not edited:
         return logits
     scores = logits.to(torch.float32, copy=True)
@@ -58,7 +57,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
             biases.append(_Edit(index, token_ids, np.fromiter(bias.values(), np.float64)))
         if params.repetition_penalty != 1:
             token_ids = np.unique(np.asarray(row.history, dtype=np.int64))
-            repeated.append(_Edit.alike(index, token_ids[token_ids < num_known], params.repetition_penalty))
+            repeated.append(_Edit(index, token_ids[token_ids < num_known], params.repetition_penalty))
         presence, frequency = params.presence_penalty, params.frequency_penalty
         if presence != 0 or frequency != 0:
             output = np.asarray(row.history[row.prompt_len :], dtype=np.int64)
@@ -66,7 +65,7 @@ def apply_history(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
             counted.append(_Edit(index, token_ids, presence + frequency * counts))
         if row.position - row.prompt_len < params.min_tokens:  # tokens that would end an output
             token_ids = np.unique(np.array(params.stop_token_ids, np.int64))
-            ends.append(_Edit.alike(index, token_ids[token_ids < num_known], -np.inf))
+            ends.append(_Edit(index, token_ids[token_ids < num_known], -np.inf))
     _edit(scores, biases, torch.add)
     _edit(scores, repeated, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
     _edit(scores, counted, torch.sub)
@@ -90,18 +89,12 @@ def _apply_masks(scores: Tensor, rows: Mapping[int, Row]) -> None:
     scores[places] = scores[places].masked_fill(~allowed, -torch.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class _Edit:
-    """Values for distinct tokens of one row."""
+class _Edit(NamedTuple):
+    """Values for distinct tokens of one row, or one for all of them."""
 
     row: int
     token_ids: IntArray
-    values: npt.NDArray[np.floating[Any]]
-
-    @classmethod
-    def alike(cls, row: int, token_ids: IntArray, value: float) -> Self:
-        """One value for all tokens."""
-        return cls(row, token_ids, np.full(len(token_ids), float(value)))
+    values: npt.NDArray[np.floating[Any]] | float
 
 
 def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -113,11 +106,12 @@ def _edit(scores: Tensor, edits: Sequence[_Edit], combine: Callable[[Tensor, Ten
         [np.repeat([edit.row for edit in edits], lengths), np.concatenate([edit.token_ids for edit in edits])]
     )
     at_row, at_token = to_device(where, scores.device)
-    values = to_device(np.concatenate([edit.values for edit in edits]), scores.device).to(scores.dtype)
+    each = [np.broadcast_to(np.asarray(edit.values, np.float64), len(edit.token_ids)) for edit in edits]
+    values = to_device(np.concatenate(each), scores.device).to(scores.dtype)
     scores[at_row, at_token] = combine(scores[at_row, at_token], values)
 
 
-def apply_warps(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
+def apply_warps(logits: Tensor, rows: Rows) -> Tensor:
     """Temperature, top-k, top-p and min-p, in this order and as transformers' warpers define them.
 
     Greedy rows pass through: only their argmax counts, and rounding in log_softmax could make close logits
@@ -131,7 +125,7 @@ def apply_warps(logits: Tensor, rows: Rows | Sequence[Row]) -> Tensor:
         float32 log probabilities [num_rows, vocab_size], -inf where a token is excluded; of greedy rows the
         logits. A row without a finite maximum had logits that are not finite, or overflowed.
     """
-    scores, rows = logits.float(), Rows.of(rows)
+    scores = logits.float()
     greedy_rows = rows.having(GREEDY)
     if isinstance(greedy_rows, slice):
         return scores
@@ -292,41 +286,3 @@ def judge_support(probs: Tensor, support_ids: Tensor, uniforms: Tensor) -> tuple
     tail_mass = outside.sum(dim=-1, dtype=torch.float64) / total[:, 0]
     tail_token = draw(outside, uniforms).masked_fill(tail_mass <= 0, -1)
     return target_probs.float(), tail_mass, tail_token
-
-
-def gumbel_scores(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """The scores whose argmax is a Gumbel-max draw (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
-
-    Args:
-        log_probs: [num_rows, vocab_size]; -inf is never chosen.
-        noise: float64 [num_rows, vocab_size], from `random.gumbel_noise`.
-
-    Returns:
-        float64 [num_rows, vocab_size]; `greedy` of it is the token.
-    """
-    return log_probs.double() + noise
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row [num_rows, vocab_size], int64 [num_rows]; the lowest id among ties."""
-    return logits.argmax(dim=-1)
-
-
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities (nats) of given tokens and of the likeliest ones, before warps and penalties.
-
-    Args:
-        logits: [num_rows, vocab_size], raw.
-        token_ids: int64 [num_rows, k]; ids outside the vocabulary, such as padding, report -inf.
-        num_top: number of likeliest tokens to report; 0 for none.
-
-    Returns:
-        float32 [num_rows, k] for `token_ids`; then int64 ids and float32 values, both
-        [num_rows, min(num_top, vocab_size)], best first.
-    """
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    vocab_size = log_probs.shape[1]
-    known = (token_ids >= 0) & (token_ids < vocab_size)
-    values = log_probs.gather(1, token_ids.masked_fill(~known, 0)).masked_fill(~known, -torch.inf)
-    top = torch.topk(log_probs, min(num_top, vocab_size), dim=-1)
-    return values, top.indices, top.values

@@ -21,14 +21,12 @@ from transformers.generation import logits_process as hf
 from specwire.core import Outcome, Proposal, Rule, SamplingParams, Verdict
 from specwire.rule import acceptance
 from specwire.rule.acceptance import accept, accept_by_block, accept_by_rejection
-from specwire.rule.columns import Row
+from specwire.rule.columns import Row, Rows
 from specwire.rule.random import Purpose, gumbel_noise, uniforms
 from specwire.rule.sampling import (
     apply_history,
     apply_warps,
     draw,
-    greedy,
-    gumbel_scores,
     judge_support,
     truncate_support,
 )
@@ -177,13 +175,15 @@ class Pair:
             rows = [Row(params, len(PROMPT), *rest) for rest in each]
         else:
             rows = [Row(params, len(PROMPT), (), 0, 0)] * len(contexts)
-        return apply_warps(apply_history(logits, rows), rows)
+        encoded = Rows.of(rows)
+        return apply_warps(apply_history(logits, encoded), encoded)
 
     def choose(self, log_probs: torch.Tensor, seeds: list[int], positions: list[int]) -> torch.Tensor:
         """The token that greedy decoding or the Gumbel coupling takes."""
         if self.params.greedy:
-            return greedy(log_probs)
-        return greedy(gumbel_scores(log_probs, gumbel_noise(seeds, positions, VOCAB, device="cpu")))
+            return log_probs.argmax(dim=-1)
+        noise = gumbel_noise(seeds, positions, VOCAB, device="cpu")
+        return (log_probs.double() + noise).argmax(dim=-1)
 
     # What follows is what the negative controls get wrong.
 
@@ -316,7 +316,7 @@ def test_under_gumbel_coupling_the_draft_never_changes_the_text() -> None:
     contexts = [list(PROMPT)] * 300
     log_probs = Pair.log_probs(TARGET, params, contexts, list(range(300)), [len(PROMPT)] * 300)
     noise = gumbel_noise(range(300), [len(PROMPT)] * 300, VOCAB, device="cpu")
-    assert (texts[0][:, 0] == greedy(gumbel_scores(log_probs, noise)).numpy()).all()
+    assert (texts[0][:, 0] == (log_probs.double() + noise).argmax(dim=-1).numpy()).all()
 
 
 def test_the_same_seed_gives_the_same_text() -> None:

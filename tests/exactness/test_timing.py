@@ -28,12 +28,12 @@ from coordinator.length.planners import AdaptiveLength
 from coordinator.peers.replicas import Replica
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.jobs import InnerStream
-from draft_service.inner.pace import Look
 from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
 from specwire.engine.boot import ModelService
 from specwire.engine.drawn import Drawn
 from specwire.engine.emulated import EmulatedModel
+from specwire.proposals.history import Guess
 from specwire.rpc.wire import client as client_wire
 from specwire.rule.columns import Rows
 from specwire.rule.random import Purpose, uniform
@@ -315,10 +315,10 @@ class Heads:
     def open(self) -> Heads:
         return self
 
-    def look(self, job: Any) -> Look:
-        return Look(0, 0.9, [0])
+    def look(self, job: Any) -> Guess:
+        return Guess([0], [1.0], 0, 0.9)
 
-    def guess(self, jobs: Any, looks: Sequence[Look], nums: Sequence[int]) -> list[Sequence[int]]:
+    def guess(self, jobs: Any, looks: Sequence[Guess], nums: Sequence[int]) -> list[Sequence[int]]:
         return [look.token_ids for look in looks]
 
     def ignore(self, *_: Any) -> None: ...

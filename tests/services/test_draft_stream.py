@@ -127,7 +127,7 @@ async def test_a_defect_ends_its_sequence_alone(
     async with draft_stream(service) as (call, stream):
         call.send(ASK_TWO, OPEN_TWO)
         await answered(call, 2)
-        monkeypatch.setattr(stream.sequences[1].state.lookahead, "_answer", None)
+        monkeypatch.setattr(stream.sequences[1].state.lookahead, "answer", None)
         call.send([DraftOrder(each, 2, 3, [7], 3) for each in (1, 2)])
         message = await call.read()
         assert {id_: type(error) for id_, error in message.errors.items()} == {1: InternalError}

@@ -17,7 +17,7 @@ from draft_service.inner import hierarchy as hierarchies
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.inner.model import ModelDrafter
-from draft_service.inner.pace import Look, Pace
+from draft_service.inner.pace import Pace
 from specwire import Rule, SamplingParams
 from specwire.cli import drafts
 from specwire.config.client import ClientConfig
@@ -27,6 +27,7 @@ from specwire.core import Proposal
 from specwire.engine import boot
 from specwire.engine.drawn import Drawn
 from specwire.errors import ConfigError, ModelLoadError
+from specwire.proposals.history import Guess
 from specwire.rpc.wire.draft import DraftOrder
 from tests.support import vocabularies
 from tests.support.draft_streams import draft_stream, opening
@@ -81,7 +82,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are run, whatever they bring."""
     genuine = Pace.num_guesses
 
-    def most(self: Pace, look: Look | None, times: Sequence[float]) -> int:
+    def most(self: Pace, look: Guess | None, times: Sequence[float]) -> int:
         genuine(self, look, times)
         return len(times) - 1 if look else 0
 

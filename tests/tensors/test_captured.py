@@ -14,7 +14,7 @@ from specwire.engine.model.compiled import CompiledLayers
 from specwire.engine.model.joined import join_projections
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import captured, choices, random, rows, sampling
-from specwire.rule.columns import Encoded, Row
+from specwire.rule.columns import Encoded, Row, Rows
 from tests.support.parameters import EACH_WARP
 from tests.support.tiny_models import build
 
@@ -150,6 +150,6 @@ def test_warps_on_the_device_are_those_of_the_host() -> None:
         SamplingParams(),
     ]
     logits = torch.randn(len(all_params), 60, generator=torch.Generator().manual_seed(3)) * 3
-    expected = sampling.apply_warps(logits, [Row(params, 0, (), 5, 1) for params in all_params])
+    expected = sampling.apply_warps(logits, Rows.of([Row(params, 0, (), 5, 1) for params in all_params]))
     warps = torch.tensor([Encoded.of(params, 1).warps for params in all_params])
     torch.testing.assert_close(sampling.warped_on_device(logits, warps), expected)

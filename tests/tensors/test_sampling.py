@@ -13,17 +13,13 @@ from specwire.core import Proposal, Rule, SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import InvalidRequestError
-from specwire.rule.columns import Row
+from specwire.rule import rows, sampling
+from specwire.rule.columns import Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import uniforms_for
 from specwire.rule.sampling import (
-    apply_history,
-    apply_warps,
     draw,
-    greedy,
-    gumbel_scores,
     judge_support,
-    top_logprobs,
     truncate_support,
 )
 from specwire.support import certain
@@ -43,6 +39,14 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torc
 
 def row(history: Any = (), prompt_len: int = 0, **params: Any) -> Row:
     return Row(SamplingParams(**params), prompt_len, history, position=len(history), seed=0)
+
+
+def apply_history(logits: torch.Tensor, each: list[Row]) -> torch.Tensor:
+    return sampling.apply_history(logits, Rows.of(each))
+
+
+def apply_warps(logits: torch.Tensor, each: list[Row]) -> torch.Tensor:
+    return sampling.apply_warps(logits, Rows.of(each))
 
 
 def doubles(*values: float) -> torch.Tensor:
@@ -140,7 +144,7 @@ def test_a_temperature_near_zero_is_greedy_and_finite(temperature: float) -> Non
     logits = random_logits(3)
     probs = apply_warps(logits, [row(temperature=temperature, top_p=0.9, min_p=0.1)] * 3).exp()
     assert (probs.max(dim=-1).values > 0.999).all()
-    assert (probs.argmax(dim=-1) == greedy(logits)).all()
+    assert (probs.argmax(dim=-1) == logits.argmax(dim=-1)).all()
 
 
 def test_half_precision_and_excluded_tokens_pass_through() -> None:
@@ -296,26 +300,41 @@ def test_a_tiny_tail_is_not_lost_to_cancellation() -> None:
     assert tail_token.item() == 1
 
 
-def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids() -> None:
+def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log_probs = torch.tensor([[-torch.inf, -50.0, -torch.inf], [0.0, 0.0, 0.0]])
     noise = torch.tensor([[36.0, -3.0, 36.0], [1.0, 2.0, 2.0]], dtype=torch.float64)
-    assert greedy(gumbel_scores(log_probs, noise)).tolist() == [1, 1]
+    monkeypatch.setattr("specwire.rule.random.gumbel_noise", lambda *_: noise)
+    coupled = Rows.of([row(rule=Rule.GUMBEL)] * 2)
+    assert rows.choose_matched(log_probs, coupled).tolist() == [1, 1]
 
 
 def test_greedy_prefers_the_lowest_of_equals() -> None:
-    assert greedy(torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])).tolist() == [1, 0]
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    assert rows.choose_matched(logits, Rows.of([row(temperature=0)] * 2)).tolist() == [1, 0]
 
 
 def test_top_logprobs() -> None:
     logits = random_logits(3)
     expected = torch.log_softmax(logits, dim=-1)
-    token_ids = torch.tensor([[4, -1], [0, VOCAB], [199, 7]])
-    values, top_ids, top_values = top_logprobs(logits, token_ids, 5)
-    assert torch.isneginf(values).tolist() == [[False, True], [False, True], [False, False]]
-    torch.testing.assert_close(values[2], expected[2, [199, 7]])
-    torch.testing.assert_close(top_values, expected.sort(descending=True).values[:, :5])
-    torch.testing.assert_close(top_values, expected.gather(1, top_ids))
-    assert top_logprobs(logits, token_ids, 0)[1].shape == (3, 0)
+    token_ids = [np.array(each) for each in ([4], [0, VOCAB], [199, 7])]
+    found = rows.position_logprobs(logits, token_ids, 5)
+    assert [np.isneginf(each.values[:-5]).tolist() for each in found] == [
+        [False],
+        [False, True],
+        [False, False],
+    ]
+    assert found[2].values[:2].tolist() == pytest.approx(expected[2, [199, 7]].tolist())
+    for row_expected, each in zip(expected, found, strict=True):
+        assert each.values[-5:].tolist() == pytest.approx(
+            row_expected.sort(descending=True).values[:5].tolist()
+        )
+        assert each.values[-5:].tolist() == pytest.approx(row_expected[each.token_ids[-5:]].tolist())
+    none = rows.position_logprobs(logits, token_ids, 0)
+    assert [(each.num_top, each.token_ids.tolist()) for each in none] == [
+        (0, ids.tolist()) for ids in token_ids
+    ]
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.KSEQ])

@@ -15,7 +15,7 @@ from coordinator.beams.followers import together
 from coordinator.beams.trees import BeamTree, common_ancestor, drafts_of, packed
 from specwire.core import Logprobs, Proposal
 from specwire.errors import ServiceUnavailableError
-from specwire.rule.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping, Scored
+from specwire.rule.beam_search import Beam, BeamRules, BeamSearch, Scored
 
 VOCAB = 3
 END = 2
@@ -64,7 +64,7 @@ def test_a_search_with_enough_beams_finds_the_best_texts(length_penalty: float) 
             max_tokens=LENGTH,
             end_ids=frozenset([END]),
             length_penalty=length_penalty,
-            early_stopping=EarlyStopping.NEVER,
+            early_stopping="never",
         )
         found = searched(rules, seed)
         expected = all_texts(seed, length_penalty)[:num_beams]
@@ -92,8 +92,8 @@ def test_a_search_that_stops_at_once_has_no_more_steps() -> None:
             "end_ids": frozenset([END]),
             "length_penalty": 2.0,
         }
-        early = searched(BeamRules(**rules, early_stopping=EarlyStopping.AT_ONCE), seed)
-        late = searched(BeamRules(**rules, early_stopping=EarlyStopping.NEVER), seed)
+        early = searched(BeamRules(**rules, early_stopping=True), seed)
+        late = searched(BeamRules(**rules, early_stopping="never"), seed)
         assert late[0].score >= early[0].score
 
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from draft_service.inner.pace import MOST_GUESSES, Look, Pace
+from draft_service.inner.pace import MOST_GUESSES, Pace
+from specwire.proposals.history import Guess
 
-LOOK = Look(0, 0.5)
+LOOK = Guess([], [], 0, 0.5)
 FREE = [1.0] * (MOST_GUESSES + 1)
 """A pass costs the same with any number of guesses."""
 

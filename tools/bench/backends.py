@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specwire.config.flags import flag_name
@@ -34,11 +35,11 @@ _NOT_OF_OTHERS = (
 _MAX_ERROR_LEN = 200
 
 
+@dataclass
 class Coordinator:
     """A coordinator of ours, through the SDK."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    client: AsyncClient
 
     async def send(
         self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
@@ -48,7 +49,7 @@ class Coordinator:
         Raises:
             SpecwireError: the request failed.
         """
-        async with self._client.stream(prompt.text, params, prompt_token_ids=prompt.token_ids) as stream:
+        async with self.client.stream(prompt.text, params, prompt_token_ids=prompt.token_ids) as stream:
             async for chunk in stream:
                 if chunk.tokens:
                     record.chunk_times_s.append(now_s())
@@ -60,20 +61,20 @@ class Coordinator:
         record.text = done.text
 
 
+@dataclass
 class OpenAIServer:
     """A server with OpenAI's API: completions, or chat completions with the prompt as the user's turn.
 
-    Args:
+    Attributes:
         client: with the server's base URL and the key, if it has one.
         endpoint: path of the URL.
         model: name of the model, as the server has it.
     """
 
-    def __init__(self, client: httpx2.AsyncClient, endpoint: str, model: str, *, is_chat: bool) -> None:
-        self._client = client
-        self._endpoint = endpoint
-        self._model = model
-        self._is_chat = is_chat
+    client: httpx2.AsyncClient
+    endpoint: str
+    model: str
+    is_chat: bool
 
     async def send(
         self, prompt: Prompt, params: SamplingParams, record: RequestRecord, now_s: Callable[[], float]
@@ -82,22 +83,22 @@ class OpenAIServer:
         import httpx2
 
         try:
-            async with self._client.stream("POST", self._endpoint, json=self._body(prompt, params)) as answer:
+            async with self.client.stream("POST", self.endpoint, json=self._body(prompt, params)) as answer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, answer.headers, await answer.aread())
                 async for event in _events(answer):
                     self._take(event, record, now_s)
         except httpx2.TimeoutException as error:
-            raise DeadlineExceededError(f"{self._client.base_url}: {type(error).__name__}") from None
+            raise DeadlineExceededError(f"{self.client.base_url}: {type(error).__name__}") from None
         except httpx2.TransportError as error:
             problem = str(error) or type(error).__name__
-            raise ServiceUnavailableError(f"{self._client.base_url}: {problem}") from None
+            raise ServiceUnavailableError(f"{self.client.base_url}: {problem}") from None
         if not record.num_input_tokens:
             raise InternalError("the server counts no tokens: it does not know stream_options.include_usage")
 
     def _body(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
-        about = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
-        if not self._is_chat:
+        about = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        if not self.is_chat:
             content = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
             return {**about, "prompt": content, **parameters(params)}
         if prompt.text is None:
@@ -109,7 +110,7 @@ class OpenAIServer:
         if event.get("error"):
             raise ServiceUnavailableError(str(event["error"])[:_MAX_ERROR_LEN])
         for choice in event.get("choices", ()):
-            text = choice.get("delta", {}).get("content") if self._is_chat else choice.get("text")
+            text = choice.get("delta", {}).get("content") if self.is_chat else choice.get("text")
             if text:
                 record.chunk_times_s.append(now_s())
                 record.chunk_tokens.append(1)

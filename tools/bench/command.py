@@ -44,7 +44,6 @@ _NOT_OF_SPEC_BENCH = (
 
 
 def add_command(commands: Any) -> None:
-    """Add `bench` with its subcommands to the parser's commands."""
     bench = commands.add_parser("bench", help="measure a running server")
     subcommands = bench.add_subparsers(metavar="WHAT", required=True)
     usage = "%(prog)s [FLAG ...]"
@@ -65,9 +64,6 @@ def _ask(config: ClientConfig, args: argparse.Namespace) -> int:
 
 def run(config: ClientConfig, args: argparse.Namespace) -> int:
     """Measure as the flags say, and report.
-
-    Returns:
-        0 all requests completed, 1 some failed, 130 interrupted.
 
     Raises:
         ConfigError: a file that cannot be used; found before anything is sent.
@@ -113,7 +109,7 @@ class _Session:
         self._target = targets.Target(args, config, params)
         self._load = serve.OfferedLoad(
             num_requests=args.num_requests,
-            rate=flags.rate(args),
+            rate=math.inf if args.rate is None and args.concurrency is None else args.rate,
             concurrency=args.concurrency,
             burstiness=args.burstiness,
             retries=args.retries,
@@ -122,7 +118,6 @@ class _Session:
         self._measurement: serve.Measurement | None = None
 
     async def measure(self) -> None:
-        """Ask for the models, warm up, send the load."""
         from tools.bench import report, serve
 
         args = self._args
@@ -137,7 +132,6 @@ class _Session:
                 await measurement.run()
 
     def report(self, interrupted: bool) -> Summary:
-        """Print the table, write the files."""
         from tools.bench import report
 
         args, measurement = self._args, self._measurement

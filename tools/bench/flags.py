@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 from tools.bench.metrics import OBJECTIVES
@@ -153,22 +152,10 @@ def _add_output(serve: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write settings and figures as JSON",
     )
-    group.add_argument(
-        "--save-result",
-        action="store_true",
-        help="as --json, to bench-BACKEND-DATE.json",
-    )
+    group.add_argument("--save-result", action="store_true", help="as --json, to bench-BACKEND-DATE.json")
     group.add_argument("--save-detailed", action="store_true", help="add lists by request to the JSON")
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw latencies and throughput (.png, .svg)")
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
-
-
-def rate(args: argparse.Namespace) -> float | None:
-    """Requests per second; None for a closed loop."""
-    if args.rate is None and args.concurrency is None:
-        return math.inf
-    found: float | None = args.rate
-    return found
 
 
 def _positive(text: str) -> float:

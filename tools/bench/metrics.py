@@ -83,7 +83,6 @@ class RequestRecord:
 
     @property
     def completed(self) -> bool:
-        """True when the whole answer arrived."""
         return self.status == OK
 
     @property
@@ -93,7 +92,6 @@ class RequestRecord:
 
     @property
     def e2el_ms(self) -> float:
-        """End-to-end latency."""
         return (self.end_s - self.start_s) * 1e3
 
     @property

@@ -28,7 +28,6 @@ _BLUE, _ORANGE, _GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
 def table(summary: Summary, records: Sequence[RequestRecord]) -> str:
-    """The summary as a table."""
     lines = [f"{name:<18} {value}" for name, value in _rows(summary)]
     columns = ("mean", "median", *(f"p{p}" for p in PERCENTILES if p != 50))
     lines += ["", f"{'milliseconds':<44}" + "".join(f"{column:>10}" for column in columns)]

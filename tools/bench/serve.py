@@ -12,7 +12,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -71,32 +71,24 @@ def arrival_times(load: OfferedLoad) -> npt.NDArray[np.float64]:
     return times * scale
 
 
+@dataclass
 class Measurement:
     """Sends the load; `records` and `duration_s` are valid also after cancellation.
 
-    Args:
+    Attributes:
         prompts: at least one.
         params: of every request, except for the seed and a prompt's own `max_tokens`.
         on_record: called for each request that ended.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        load: OfferedLoad,
-        *,
-        on_record: Callable[[RequestRecord], None] = lambda _: None,
-    ) -> None:
-        self.records: list[RequestRecord] = []
-        self.duration_s = 0.0
-        self._backend = backend
-        self._prompts = prompts
-        self._params = params
-        self._load = load
-        self._on_record = on_record
-        self._start_s = 0.0
+    backend: Backend
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    load: OfferedLoad
+    on_record: Callable[[RequestRecord], None] = lambda _: None
+    records: list[RequestRecord] = field(init=False, default_factory=list)
+    duration_s: float = field(init=False, default=0.0)
+    _start_s: float = field(init=False, default=0.0)
 
     async def warm_up(self, num_requests: int) -> None:
         """Send a few requests one by one without records; errors are ignored."""
@@ -107,31 +99,31 @@ class Measurement:
         """Send everything and wait for all answers."""
         self._start_s = time.perf_counter()
         try:
-            await (self._closed_loop() if self._load.rate is None else self._open_loop())
+            await (self._closed_loop() if self.load.rate is None else self._open_loop())
         finally:
             self.duration_s = self._now_s()
 
     async def _open_loop(self) -> None:
-        turns = asyncio.Semaphore(self._load.concurrency or self._load.num_requests)
+        turns = asyncio.Semaphore(self.load.concurrency or self.load.num_requests)
 
         async def user(index: int, at_s: float) -> None:
             async with turns:
                 await self._request(index, at_s)
 
         async with asyncio.TaskGroup() as requests:
-            for index, at_s in enumerate(arrival_times(self._load)):
+            for index, at_s in enumerate(arrival_times(self.load)):
                 await asyncio.sleep(at_s - self._now_s())
                 requests.create_task(user(index, float(at_s)))
 
     async def _closed_loop(self) -> None:
-        indices = iter(range(self._load.num_requests))
+        indices = iter(range(self.load.num_requests))
 
         async def user() -> None:
             for index in indices:  # shared by all users
                 await self._request(index)
 
         async with asyncio.TaskGroup() as users:
-            for _ in range(self._load.concurrency or 0):
+            for _ in range(self.load.concurrency or 0):
                 users.create_task(user())
 
     async def _request(self, index: int, scheduled_s: float | None = None) -> None:
@@ -142,22 +134,22 @@ class Measurement:
             if not isinstance(error, ResourceExhaustedError):
                 break
             num_refusals += 1
-            if error.retry_after_ms is None or num_refusals > self._load.retries:
+            if error.retry_after_ms is None or num_refusals > self.load.retries:
                 break
             await asyncio.sleep(error.retry_after_ms / 1e3)
         record.start_s, record.end_s, record.scheduled_s = start_s, self._now_s(), scheduled_s
         record.num_refusals = num_refusals
         self.records.append(record)
-        self._on_record(record)
+        self.on_record(record)
 
     async def _attempt(self, index: int) -> tuple[RequestRecord, SpecwireError | None]:
         """What came of sending a request once, and why it failed if it did."""
-        record, prompt = RequestRecord(), self._prompts[index % len(self._prompts)]
-        seed = (self._load.seed + index) % _MAX_SEED
-        max_tokens = prompt.max_tokens or self._params.max_tokens
-        params = dataclasses.replace(self._params, seed=seed, max_tokens=max_tokens)
+        record, prompt = RequestRecord(), self.prompts[index % len(self.prompts)]
+        seed = (self.load.seed + index) % _MAX_SEED
+        max_tokens = prompt.max_tokens or self.params.max_tokens
+        params = dataclasses.replace(self.params, seed=seed, max_tokens=max_tokens)
         try:
-            await self._backend.send(prompt, params, record, self._now_s)
+            await self.backend.send(prompt, params, record, self._now_s)
         except SpecwireError as error:
             record.status, record.error = error.status, str(error)
             return record, error

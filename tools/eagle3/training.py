@@ -20,10 +20,10 @@ from transformers import LlamaConfig
 from specwire.config.cpu import is_native
 from specwire.engine.model.drafter import bare_rows
 from specwire.engine.model.eagle3 import Eagle3, read_settings
-from tools.drafts import TrainEagle3Config
+from tools.drafts import Bar, TrainEagle3Config
 from tools.eagle3.unrolled import loss_of
 from tools.heads.states import Kept
-from tools.heads.training import Bar, prepared, text_name
+from tools.heads.training import prepared, text_name
 
 _WINDOW, _NUM_WINDOWS = 128, 16
 """Tokens of a step."""

@@ -61,11 +61,7 @@ def unrolled(drafter: Eagle3, shown: Sequence[Tensor], tokens: Tensor, depth: in
 
 
 class Steps:
-    """Attention of all steps so far, over windows that lie one after another in a row.
-
-    Args:
-        num_windows: in the row.
-    """
+    """Attention of all steps so far, over windows that lie one after another in a row."""
 
     def __init__(self, num_windows: int) -> None:
         self._num_windows = num_windows

@@ -10,8 +10,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from specwire.engine.heads.model import Head
+from tools.drafts import Advance
 from tools.heads.fit import Inputs
-from tools.heads.states import Advance, Kept
+from tools.heads.states import Kept
 
 _BATCH = 256
 _RATE, _WARMUP_STEPS = 5e-4, 20

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from specwire.engine.heads.model import Head
-from tools.heads.states import Advance, Text
+from tools.drafts import Advance
+from tools.heads.states import Text
 
 _CHUNK = 4096
 _RIDGE = 1e-4
@@ -40,7 +41,8 @@ class Inputs:
 
     def embeddings(self, index: Tensor, depth: int) -> Tensor:
         """Float32 [n, embedding_size], of the token that head number `depth` is given."""
-        return self._embedding(self.text.tokens_at(index + depth + 1)).float()
+        token_ids = torch.from_numpy(self.text.token_ids[(index + depth + 1).numpy()])
+        return self._embedding(token_ids).float()
 
     def after(self, heads: Sequence[Head], index: Tensor) -> Tensor:
         """The state that these heads lead to along the text, float32 [n, state_size]."""

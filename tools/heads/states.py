@@ -7,7 +7,6 @@ interrupted goes on where it was, and memory does not grow with the text.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,22 +18,16 @@ from torch import Tensor
 from specwire.engine.heads.files import replace_file
 from specwire.engine.model.states import States
 from specwire.support import IntArray
+from tools.drafts import Advance
 
 WINDOW = 512
 """Tokens of a window; its first ones have little before them, as in a short prompt."""
 _STATES, _PROGRESS = "states.float16", "states.pt"
 
-Advance = Callable[[int], None]
-"""Told of so many more units of work that are done."""
-
 
 class Kept(NamedTuple):
-    """What is kept in case of an interruption.
-
-    Attributes:
-        directory: of the files.
-        name: of what is trained; what is there under another one is not used.
-    """
+    """What is kept in case of an interruption, under the name of what is trained: what is there under another
+    one is not used."""
 
     directory: Path
     name: str
@@ -71,10 +64,6 @@ class Text(NamedTuple):
     def states_at(self, index: Tensor) -> Tensor:
         """Float32 [n, state_size]."""
         return torch.from_numpy(self.states[index.numpy()]).float()
-
-    def tokens_at(self, index: Tensor) -> Tensor:
-        """int64 [n]."""
-        return torch.from_numpy(self.token_ids[index.numpy()])
 
 
 @torch.inference_mode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from specwire.engine.model.loading import errors_naming, load_weights, read_conf
 from specwire.errors import ConfigError
 from specwire.support import IntArray
 from specwire.text import tokenizer
-from tools.drafts import TrainHeadsConfig, TrainingConfig
+from tools.drafts import Bar, TrainHeadsConfig, TrainingConfig
 from tools.files import read_text
 from tools.heads.descent import descend
 from tools.heads.fit import Inputs, fit
@@ -34,9 +33,6 @@ _PARTIAL = "training"
 _FITTED = "heads.pt"
 _CHARS = 16
 """Of the text that are encoded for each token that is wanted."""
-
-Bar = Callable[[str, int], Any]
-"""Shows progress: given a title and how much there is to do, a context manager with an `Advance`."""
 
 
 def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:

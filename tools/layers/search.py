@@ -8,7 +8,6 @@ of Zhang et al. 2023 (arXiv 2309.08168) uses the same library.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
 from specwire.text import tokenizer
-from tools.drafts import SearchLayersConfig
+from tools.drafts import Bar, SearchLayersConfig
 from tools.files import read_text
 from tools.layers.objective import Promise, Trials, num_pages, promise
 
@@ -44,8 +43,6 @@ _NUM_CANDIDATES, _NUM_BEST, _NUM_FLIPS = 2000, 8, 2
 
 Floats = npt.NDArray[np.float64]
 Evaluate = Callable[[tuple[Block, ...]], Promise]
-Bar = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
-"""Shows progress: given a title and how much there is to do, a context manager with what is told of it."""
 
 
 def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
@@ -93,11 +90,7 @@ def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
 
 
 def search(blocks: Sequence[Block], evaluate: Evaluate, num_trials: int, seed: int = 0) -> list[Promise]:
-    """All that was tried, in order; every set at most once.
-
-    Args:
-        blocks: of the model.
-    """
+    """All that was tried, in order; every set at most once."""
     from bayes_opt import BayesianOptimization
 
     rng = np.random.default_rng(seed)

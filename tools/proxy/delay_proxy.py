@@ -210,7 +210,6 @@ class _Connection:
         self.service.outgoing = self.client.incoming = back
 
     def open(self) -> None:
-        """Connect to the service."""
         self._opening = asyncio.get_running_loop().create_task(self._open())
 
     async def _open(self) -> None:
@@ -222,7 +221,6 @@ class _Connection:
             self.service.connection_lost(error)
 
     def cut(self) -> None:
-        """Reset both ends now."""
         if self._opening is not None:
             self._opening.cancel()
         self.client.reset()

@@ -55,7 +55,6 @@ _EXPORT_ALL = {
 
 
 def add_command(commands: Any) -> None:
-    """Add `timeline` to the parser's commands."""
     timeline: argparse.ArgumentParser = commands.add_parser(
         "timeline",
         help=_ABOUT,
@@ -94,9 +93,6 @@ def _rounds(text: str) -> range:
 
 def run(args: argparse.Namespace) -> int:
     """Get the spans and draw them.
-
-    Returns:
-        0.
 
     Raises:
         ConfigError: an invalid flag or file; output paths are checked before anything runs.

@@ -34,8 +34,6 @@ SHOWN_SHIFT_NS = 1_000_000
 
 
 class BarKind(StrEnum):
-    """What a bar represents."""
-
     ROUND = "round"
     ADMISSION = "admission"
     OUTSIDE = "outside"
@@ -116,7 +114,6 @@ class Bar:
 
     @property
     def lane(self) -> Lane:
-        """Where it is drawn."""
         role = self.kind.partition(".")[0]
         if role in MODEL_CALLS:
             return Lane(role)
@@ -125,7 +122,6 @@ class Bar:
 
     @property
     def interval(self) -> Interval:
-        """Start and end."""
         return self.start_ns, self.end_ns
 
 
@@ -248,7 +244,6 @@ class _Builder:
         )
 
     def _served(self, call: RecordedSpan) -> list[RecordedSpan]:
-        """The service's spans of a call."""
         return [span for span in self.children[call.span_id] if span.name == serving(call.name)]
 
     def _bars(self, span: RecordedSpan) -> list[Bar]:
@@ -372,7 +367,6 @@ class _Builder:
 
 
 def mark(span: RecordedSpan) -> Mark:
-    """The mark of a `round` span."""
     outcome = text(span, names.CALL_OUTCOME)
     if not count(span, names.NUM_DRAFT_TOKENS):
         return Mark.LOST if outcome in ("timed_out", "unavailable", "lost") else Mark.PLAIN

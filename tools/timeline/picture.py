@@ -57,7 +57,6 @@ def middle(timeline: Timeline) -> range | None:
 
 
 def render(timeline: Timeline) -> str:
-    """The picture as text."""
     return _Picture(timeline).render()
 
 

@@ -86,7 +86,6 @@ class Receiver(TraceServiceServicer):
     def Export(  # noqa: N802 - the protocol's name
         self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> ExportTraceServiceResponse:
-        """Keep a message; called by gRPC."""
         self.keep(request)
         return ExportTraceServiceResponse()
 

@@ -65,7 +65,6 @@ class RecordedSpan:
 
     @property
     def duration_ns(self) -> int:
-        """Nanoseconds from start to end."""
         return self.end_ns - self.start_ns
 
 
