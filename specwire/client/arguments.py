@@ -1,4 +1,4 @@
-"""Checks of what callers pass to the clients: InvalidRequestError names the argument and what to pass."""
+"""Checks of what callers pass to the clients: each error names the argument and says what to pass instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses of coordinators, given as `a:1,b:2` or as a sequence."""
+    """The addresses of coordinators, given as `a:1,b:2` or as a sequence.
+
+    Raises:
+        InvalidRequestError: there is none, or one is not HOST:PORT.
+    """
     if isinstance(given, str):
         given = [part.strip() for part in given.split(",")]
     found = tuple(given) if isinstance(given, Sequence) else (given,)
@@ -45,7 +49,11 @@ def _hint(address: object) -> str:
 
 
 def prompt(given: object) -> None:
-    """Refuse a prompt that is no text; the error says which argument or method takes it."""
+    """Refuse a prompt that is no text.
+
+    Raises:
+        InvalidRequestError: says which argument or method takes it.
+    """
     if given is None or isinstance(given, str):
         return
     kinds = set(map(type, given)) if isinstance(given, list | tuple) else set()
@@ -60,7 +68,11 @@ def prompt(given: object) -> None:
 
 
 def params(given: object) -> SamplingParams:
-    """The parameters; the default ones for None."""
+    """The parameters; the default ones for None.
+
+    Raises:
+        InvalidRequestError: they are of another type.
+    """
     if given is not None and not isinstance(given, SamplingParams):
         problem = f"is of type {type(given).__name__}; give SamplingParams(temperature=0.7, max_tokens=64)"
         raise InvalidRequestError("params", given, problem)
@@ -68,7 +80,11 @@ def params(given: object) -> SamplingParams:
 
 
 def options(given: Mapping[str, Any]) -> None:
-    """Refuse parameters of the generation among the options of a call."""
+    """Refuse parameters of the generation among the options of a call.
+
+    Raises:
+        InvalidRequestError: names the first.
+    """
     for name in given:
         if name in _PARAMS:
             problem = f"belongs into SamplingParams: generate(prompt, SamplingParams({name}=...))"
@@ -78,7 +94,11 @@ def options(given: Mapping[str, Any]) -> None:
 def many(
     prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[str | None, Sequence[int] | None, SamplingParams]]:
-    """Text, token ids and parameters of each of several prompts."""
+    """Text, token ids and parameters of each of several prompts.
+
+    Raises:
+        InvalidRequestError: the prompts are no list, or there are not as many parameters.
+    """
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
         raise InvalidRequestError("prompts", prompts, "is no list of prompts; generate takes a single one")
     each = given if isinstance(given, list | tuple) else [given] * len(prompts)
@@ -98,21 +118,21 @@ def parent(given: str | TraceContext) -> TraceContext:
 
 
 def request_id(given: str) -> str:
-    """The caller's name of a request."""
+    """The caller's name of a request; raises InvalidRequestError."""
     if given and not REQUEST_ID.fullmatch(given):
         raise InvalidRequestError("request_id", given, "is not 1 to 128 letters, digits and ._:/-")
     return given
 
 
 def timeout(given: float) -> float:
-    """A timeout in seconds."""
+    """A timeout in seconds; raises InvalidRequestError."""
     if not 0 < given < math.inf:
         raise InvalidRequestError("timeout_s", given, "must be a finite number over 0")
     return given
 
 
 def concurrency(given: int) -> int:
-    """How many generations may run at a time."""
+    """How many generations may run at a time; raises InvalidRequestError."""
     if type(given) is not int or given < 1:
         raise InvalidRequestError("max_concurrent", given, "must be a whole number over 0")
     return given

@@ -249,8 +249,11 @@ class AsyncClient:
         return model_info_from_proto(response.target), draft
 
     async def get_tokenizer(self, *, timeout_s: float = 60.0, token: str = "") -> TokenizerFiles:
-        """The files of the target's tokenizer; `token` as for `stream`. Raises HandshakeError if they are too
-        large, or others than announced."""
+        """The files of the target's tokenizer; `token` as for `stream`.
+
+        Raises:
+            HandshakeError: they are too large, or others than announced.
+        """
         authorization = self._authorization(token)
         ends_s = asyncio.get_running_loop().time() + arguments.timeout(timeout_s)
 
@@ -267,7 +270,12 @@ class AsyncClient:
     async def get_status(
         self, *, if_num_streams: Sequence[int] = (), timeout_s: float = 10.0, token: str = ""
     ) -> generation_pb2.GetStatusResponse:
-        """The coordinator's current status; also how it would draft for these numbers of streams."""
+        """The coordinator's current status.
+
+        Args:
+            if_num_streams: numbers of streams to say for how it would draft.
+            token: as for `stream`.
+        """
         request = generation_pb2.GetStatusRequest(if_num_streams=if_num_streams)
         status: generation_pb2.GetStatusResponse = await self._endpoints.unary(
             "GetStatus", request, arguments.timeout(timeout_s), self._authorization(token)
@@ -275,8 +283,11 @@ class AsyncClient:
         return status
 
     def _authorization(self, token: str) -> list[tuple[str, str]]:
-        """The token of a call as metadata; it is protected like the client's own: raises InvalidRequestError
-        if it would travel in plaintext."""
+        """The token of a call as metadata; it is protected like the client's own.
+
+        Raises:
+            InvalidRequestError: the token would travel in plaintext.
+        """
         if not token:
             return []
         for address in self._addresses:

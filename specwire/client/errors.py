@@ -10,7 +10,11 @@ from specwire.errors import ServiceUnavailableError, StreamIdleError
 
 
 class _Received:
-    """The output received before an error: its tokens, in order, with their texts."""
+    """The output received before an error.
+
+    Attributes:
+        tokens: in order, with their texts.
+    """
 
     def __init__(self, *about: Any, tokens: Sequence[Token] = (), **options: Any) -> None:
         super().__init__(*about, **options)
