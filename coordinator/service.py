@@ -67,7 +67,11 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         server = Server(config, [name], serves_clients=True, shares_port=config.workers > 1)
         servicer = GenerationServicer(config, verify, draft, loaded, tracer, files=files)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
-        await stack.enter_async_context(endpoint.serving(config, [servicer.metrics()], tracer, "coordinator"))
+        await stack.enter_async_context(
+            endpoint.serving(
+                config.metrics_address, [servicer.metrics()], tracer, "coordinator", config.metrics_names
+            )
+        )
         stack.push_async_callback(server.stop)
         yield await server.start()
 

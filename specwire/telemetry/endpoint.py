@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from specwire.config.fields import split_address
 from specwire.config.models import VLLM
-from specwire.config.services import ServiceConfig
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing, vllm_names
 from specwire.telemetry.metrics import TRACING, Group
@@ -34,31 +33,23 @@ log = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: ServiceConfig, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str
+    address: str, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str, names: str = ""
 ) -> AsyncIterator[None]:
     """Serve these metrics, those of tracing and those of the process at `http://HOST:PORT/metrics` meanwhile.
 
     Args:
-        config: without a `metrics_address` nothing is served; `metrics_names` says whose names they get.
+        address: HOST:PORT; empty to serve nothing.
         role: of the service; a label of the metrics that all services have.
+        names: `vllm` for that engine's.
 
     Raises:
         ConfigError: prometheus_client is not installed, or the address cannot be bound.
     """
-    if config.metrics_names == VLLM:
-        groups = [vllm_names.renamed(group) for group in groups]
-    async with serving_at(config.metrics_address, groups, tracer, role):
-        yield
-
-
-@contextlib.asynccontextmanager
-async def serving_at(
-    address: str, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str
-) -> AsyncIterator[None]:
-    """The same at an address, empty for none, under specwire's names."""
     if not address:
         yield
         return
+    if names == VLLM:
+        groups = [vllm_names.renamed(group) for group in groups]
     groups = [*groups, Group(TRACING, lambda: tracer.counts, {"role": role})]
     async with MetricsEndpoint(address, groups) as endpoint:
         log.info("metrics at http://%s%s", endpoint.address, PATH)
@@ -150,10 +141,9 @@ class MetricsEndpoint:
             return _response("404 Not Found", f"metrics are at {PATH}\n".encode())
         if method != b"GET":
             return _response("405 Method Not Allowed", b"GET only\n", "Allow: GET")
-        if _wants_openmetrics(head):
-            body = await self.text(openmetrics=True)
-            return _response("200 OK", body, content_type=OPENMETRICS_CONTENT_TYPE)
-        return _response("200 OK", await self.text())
+        openmetrics = _wants_openmetrics(head)
+        kind = OPENMETRICS_CONTENT_TYPE if openmetrics else CONTENT_TYPE
+        return _response("200 OK", await self.text(openmetrics=openmetrics), content_type=kind)
 
 
 def _wants_openmetrics(head: bytes) -> bool:

@@ -148,7 +148,6 @@ class Tracing:
         kind: SpanKind = SpanKind.INTERNAL,
         parent: str | TraceContext | None = None,
         attributes: Attributes | None = None,
-        links: Sequence[str] = (),
         start_ns: int | None = None,
     ) -> Span:
         """Begin a span.
@@ -156,8 +155,6 @@ class Tracing:
         Args:
             parent: traceparent or context of its parent; without one, or with a malformed one, it begins a
                 trace.
-            links: traceparents of spans that it goes back to without being their child; malformed ones are
-                dropped.
             start_ns: when it began, in nanoseconds since the epoch; None for now.
         """
         if not parent:
