@@ -199,9 +199,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         drafter = self._drafter(served, verifier)
         with contextlib.closing(verifier), contextlib.closing(drafter):
             generation = Generation(
-                request,
-                drafter,
-                verifier,
+                request=request,
+                drafter=drafter,
+                verifier=verifier,
                 planner=served.planner,
                 ledger=call.ledger,
                 tracer=self._tracer,
@@ -210,7 +210,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 turns=served.turns(drafter, verifier),
             )
             session = Session(
-                request,
+                request=request,
                 tokenizer=self._tokenizer,
                 credit=reader.credit,
                 ledger=call.ledger,
@@ -241,8 +241,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             return
         with contextlib.closing(self._remote_verifier(scoring(request), served)) as verifier:
             scores = PromptScores(
-                request,
-                verifier,
+                request=request,
+                verifier=verifier,
                 tokenizer=self._tokenizer,
                 ledger=call.ledger,
                 parent=call.span,
@@ -262,9 +262,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         num_draft_tokens = request.num_draft_tokens if drafts.has_any else 0
         with contextlib.closing(targets), contextlib.closing(drafts):
             search = BeamGeneration(
-                request,
-                drafts,
-                targets,
+                request=request,
+                drafts=drafts,
+                targets=targets,
                 planner=BeamPlanner(
                     num_draft_tokens,
                     request.max_depth,
@@ -277,7 +277,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 turns=served.turns(drafts, targets),
             )
             answer = BeamAnswer(
-                request, tokenizer=self._tokenizer, ledger=call.ledger, totals=self.totals.tally
+                request=request, tokenizer=self._tokenizer, ledger=call.ledger, totals=self.totals.tally
             )
             call.begin(answer, request.num_prompt_tokens, lambda: drafts.unavailable)
             async with contextlib.aclosing(search.rounds()) as rounds:

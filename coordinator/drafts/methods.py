@@ -87,8 +87,8 @@ class TextDrafts:
         """For a request whose draft is a method, alone or beside the model."""
         config, scope = self.config(request.draft.method), request.output_scope
         return TextDrafter(
-            self._method(config, scope),
-            model,
+            method=self._method(config, scope),
+            model=model,
             source=config.method,
             matches_tokens=request.params.matches_tokens,
             is_fixed=request.num_draft_tokens is not None,
@@ -99,8 +99,8 @@ class TextDrafts:
     def forced(request: GenerationRequest, others: Drafter, target: Target) -> TextDrafter:
         """For a request with a grammar, beside what else drafts for it."""
         return TextDrafter(
-            Forced(target),
-            others,
+            method=Forced(target),
+            model=others,
             source=GRAMMAR,
             matches_tokens=request.params.matches_tokens,
             is_fixed=request.num_draft_tokens is not None,

@@ -53,7 +53,7 @@ def received_chunks(*, report_progress: bool, stop: str = "", rounds_per_chunk: 
     )
     tokenizer: Any = _Words()
     session = Session(
-        request,
+        request=request,
         tokenizer=tokenizer,
         credit=Credit(0, 65),
         ledger=Ledger(),

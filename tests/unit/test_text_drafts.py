@@ -65,8 +65,8 @@ def drafter(
     outputs: list[Sequence[int]] | None = None,
 ) -> TextDrafter:
     return TextDrafter(
-        method or Occurrences(CONFIG),
-        model or FakeModel(),
+        method=method or Occurrences(CONFIG),
+        model=model or FakeModel(),
         source="ngram",
         matches_tokens=matches_tokens,
         is_fixed=is_fixed,
