@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.credit import Credit
-from coordinator.generation import Round
+from coordinator.generation import Drafter, Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
@@ -41,6 +41,7 @@ class Session:
     """
 
     request: GenerationRequest
+    drafter: Drafter
     tokenizer: Tokenizer | None
     credit: Credit
     ledger: Ledger
@@ -120,14 +121,14 @@ class Session:
         self._num_given = self._num_taken = self._num_emitted
         self.credit.spend(num_emitted=len(token_ids) - num_released, num_sent=0)
 
-    def completion(self, draft_unavailable: str) -> Completion:
+    def completion(self) -> Completion:
         """The generation so far; at its end, what the last message of the stream says."""
         stopped = self._stop_reason is not None
         return completed(
             self.request,
             self._tally,
             self.ledger,
-            draft_unavailable,
+            self.drafter.unavailable,
             num_tokens=self._chunk.num_tokens,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             stop_reason=self._stop_reason,

@@ -18,6 +18,7 @@ import grpc.aio
 
 from coordinator import spans
 from coordinator.ledger import Ledger
+from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
 from specwire import clock, errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
@@ -51,11 +52,13 @@ _LOGGED_MS = 0.05
 class CountedGeneration(Protocol):
     """A generation that has begun, such as a `session.Session`."""
 
+    request: GenerationRequest
+
     @property
     def ended(self) -> bool:
         """Whether it has reached a stop condition."""
 
-    def completion(self, draft_unavailable: str) -> Completion:
+    def completion(self) -> Completion:
         """The generation so far."""
 
 
@@ -65,7 +68,6 @@ class CallRecord:
 
     Attributes:
         ledger: its stages since it arrived.
-        draft_unavailable: why the draft was not there for a part of it; called at the end.
         span: from the arrival to the end.
         request_id: the client's own; empty without one.
         generation: None until it begins.
@@ -78,7 +80,6 @@ class CallRecord:
     span: Span = NO_SPAN
     request_id: str = ""
     generation: CountedGeneration | None = None
-    draft_unavailable: Callable[[], str] = str
     status: str = OK
     refused: dict[str, str] = field(default_factory=dict)
     _last_chunk_s: float | None = None
@@ -86,14 +87,12 @@ class CallRecord:
     @property
     def done(self) -> Completion | None:
         """The generation so far; None if it has not begun."""
-        return self.generation.completion(self.draft_unavailable()) if self.generation else None
+        return self.generation.completion() if self.generation else None
 
-    def begin(
-        self, generation: CountedGeneration, prompt_len: int, draft_unavailable: Callable[[], str]
-    ) -> None:
+    def begin(self, generation: CountedGeneration) -> None:
         """The call has been admitted, and this is its generation."""
-        self.generation, self.draft_unavailable = generation, draft_unavailable
-        self.totals.prompt_tokens += prompt_len
+        self.generation = generation
+        self.totals.prompt_tokens += generation.request.num_prompt_tokens
 
     def count(self, num_tokens: int) -> None:
         """A message with so many tokens is sent."""
@@ -162,7 +161,10 @@ class Totals:
                 call.span.fail(call.status, str(error))
             raise
         finally:
-            _end(call)
+            call.ledger.close()
+            done, timing = call.done, call.ledger.timing()
+            self._end(call, done, timing)
+            _report(call, done, timing)
 
     @property
     def stage_ns(self) -> dict[Stage, int]:
@@ -172,13 +174,8 @@ class Totals:
             _add(total_ns, ledger)
         return total_ns
 
-    def end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
-        """A request has ended.
-
-        Args:
-            done: its generation; None if that never began.
-            timing: until now.
-        """
+    def _end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
+        """Count a request that has ended; `done` is None if its generation never began."""
         status = call.status
         self._ledgers.discard(call.ledger)
         _add(self._ended_ns, call.ledger)
@@ -222,10 +219,8 @@ def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float |
     return DEADLINE_EXCEEDED if has_passed else CANCELLED
 
 
-def _end(call: CallRecord) -> None:
-    call.ledger.close()
-    done, timing = call.done, call.ledger.timing()
-    call.totals.end(call, done, timing)
+def _report(call: CallRecord, done: Completion | None, timing: Timing) -> None:
+    """On its span, and in the log."""
     # Every stage that took any time; they add up to the span's duration.
     stages = {stage_attribute(stage): spent_ms for stage, spent_ms in timing.stages.items() if spent_ms}
     call.span.set({**stages, names.AHEAD_MS: timing.ahead_ms})

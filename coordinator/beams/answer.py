@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from coordinator.beams.followers import BeamDrafts
 from coordinator.generation import Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
@@ -29,6 +30,7 @@ class BeamAnswer:
     """
 
     request: GenerationRequest
+    drafts: BeamDrafts
     tokenizer: Tokenizer | None
     ledger: Ledger
     totals: Tally
@@ -80,14 +82,14 @@ class BeamAnswer:
             chunk.add(chunk.item(token_id, Fate.BONUS, "", None), text)
         return chunk.take(())
 
-    def completion(self, draft_unavailable: str) -> Completion:
+    def completion(self) -> Completion:
         """As of a `Session`; the token counts are those of all texts."""
         best = self._hypotheses[0] if self._hypotheses else None
         return completed(
             self.request,
             self._tally,
             self.ledger,
-            draft_unavailable,
+            self.drafts.unavailable,
             num_tokens=sum(len(each.token_ids) for each in self._hypotheses),
             finish_reason=best.finish_reason if best else FinishReason.LENGTH,
             stop_reason=best.stop_reason if best else None,

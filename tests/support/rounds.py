@@ -52,8 +52,10 @@ def received_chunks(*, report_progress: bool, stop: str = "", rounds_per_chunk: 
         report_progress=report_progress,
     )
     tokenizer: Any = _Words()
+    drafter: Any = SimpleNamespace(unavailable="")
     session = Session(
         request=request,
+        drafter=drafter,
         tokenizer=tokenizer,
         credit=Credit(0, 65),
         ledger=Ledger(),
