@@ -14,8 +14,14 @@ import pytest
 
 from coordinator.cost import Cost
 from coordinator.drafts.counts import CountedOutput, Table
-from coordinator.drafts.methods import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs, TextDrafts
-from coordinator.drafts.occurrences import Occurrences
+from coordinator.drafts.methods import (
+    MAX_BYTES,
+    MAX_SCOPES,
+    MAX_TOKENS,
+    EarlierOutputs,
+    Occurrences,
+    TextDrafts,
+)
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
 from coordinator.length.choice import SharedChoice

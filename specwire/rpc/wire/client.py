@@ -35,19 +35,9 @@ from specwire.v1 import generation_pb2
 
 MAX_MESSAGES = 4096
 
-_FATES = {
-    Fate.ACCEPTED: generation_pb2.FATE_ACCEPTED,
-    Fate.REJECTED: generation_pb2.FATE_REJECTED,
-    Fate.RECOVERED: generation_pb2.FATE_RECOVERED,
-    Fate.BONUS: generation_pb2.FATE_BONUS,
-    Fate.GIVEN: generation_pb2.FATE_GIVEN,
-    Fate.PLAIN: generation_pb2.FATE_PLAIN,
-}
+_FATES = {fate: getattr(generation_pb2, f"FATE_{fate.name}") for fate in Fate}
 _FATE_NAMES = {number: fate for fate, number in _FATES.items()}
-_FINISH_REASONS = {
-    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-}
+_FINISH_REASONS = {reason: getattr(generation_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_REASON_NAMES = {number: reason for reason, number in _FINISH_REASONS.items()}
 _STOPPING: dict[bool | str, generation_pb2.EarlyStopping] = {
     False: generation_pb2.EARLY_STOPPING_HEURISTIC,

@@ -16,12 +16,7 @@ from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2
 
-RULES = {
-    Rule.REJECTION: common_pb2.RULE_REJECTION,
-    Rule.BLOCK: common_pb2.RULE_BLOCK,
-    Rule.KSEQ: common_pb2.RULE_KSEQ,
-    Rule.GUMBEL: common_pb2.RULE_GUMBEL,
-}
+RULES = {rule: getattr(common_pb2, f"RULE_{rule.name}") for rule in Rule}
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 
 
