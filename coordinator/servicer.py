@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.beams.answer import BeamAnswer
 from coordinator.beams.followers import BeamDrafts, Followers
@@ -36,7 +35,7 @@ from coordinator.reader import Credit, CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
-from coordinator.totals import CallRecord, Totals
+from coordinator.totals import CALL, CallRecord, Totals, of_request
 from specwire import clock
 from specwire.completion import Stage
 from specwire.config.security.bearer import Principal
@@ -48,7 +47,6 @@ from specwire.rpc.wire import model as wire
 from specwire.rpc.wire.tokenizer_files import NO_FILES, TokenizerFiles
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
-from specwire.telemetry.metrics import Group
 from specwire.telemetry.propagation import REQUEST_ID
 from specwire.telemetry.tracing import SpanKind
 from specwire.text.tokenizer import Tokenizer
@@ -130,10 +128,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         is_fixed = self.config.fixed_outcomes is not None
         return is_fixed or draft is None or not draft.takes_turns_with(target)
 
-    def metrics(self) -> Group[GenerationServicer]:
-        """For Prometheus."""
-        return Group(metrics.TABLE, lambda: self, {"model_name": self.verify.info.name})
-
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
@@ -142,7 +136,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             # A stream that ends without a request counts as one whose request has no prompt.
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
-            call.span.set(spans.of_request(checked, self.verify.info.name))
+            call.span.set(of_request(checked, self.verify.info.name))
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             pace = credit, self.config.idle_timeout_s, self._writes
@@ -169,7 +163,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             names.GENERATE,
             kind=SpanKind.SERVER,
             parent=self._tracer.propagators.read(metadata),
-            attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
+            attributes={**CALL, names.REQUEST_ID: request_id or None},
             start_ns=clock.epoch_ns(ledger.arrived_ns),
         )
         if request_id:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from coordinator.beams.followers import BeamDrafts, Followers, Rewindable, together
 from coordinator.beams.planning import BeamPlanner, Size
-from coordinator.beams.trees import BeamTree, drafts_of, packed
+from coordinator.beams.trees import BeamTree, packed, proposal_of
 from coordinator.cost import Cost
 from coordinator.generation import Plan, Round, Turns, Verifier
 from coordinator.ledger import Ledger
@@ -92,7 +92,8 @@ class BeamGeneration:
         if not num_steps:
             raise InternalError("the target's logits are not finite")
         outcome = Outcome(range(num_steps - 1), -1)
-        proposal = drafts_of(trees, verdicts[0].base_len)
+        drafted = [node for tree in trees for node in tree.nodes[tree.num_live_nodes :]]
+        proposal = proposal_of(drafted, verdicts[0].base_len)  # for counts
         return Round(proposal, verdicts[0], outcome, draft_cost, verify_cost, plan.why_plain)
 
     def _most_nodes(self) -> int:
@@ -133,7 +134,7 @@ class BeamGeneration:
         calls = []
         for tree in trees:
             target, committed = self.targets.moved_to(tree.prefix, taken)
-            calls.append(target.verify(committed, tree.proposal(len(committed)), parent))
+            calls.append(target.verify(committed, proposal_of(tree.nodes, len(committed)), parent))
         try:
             answers = await together(calls)
         except ServiceUnavailableError:
