@@ -185,11 +185,7 @@ class RequestParser:
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
         """Encode the prompt, and check what depends on its tokens.
 
-        Raises:
-            InvalidRequestError: the prompt is empty, or the generated tokens are out of range.
-            ContextLengthError: prompt and `max_tokens` do not fit into the context.
-            UnsupportedError: messages without a chat template.
-            HandshakeError: the generation to be resumed began with another target or prompt.
+        Errors as for `Encoder.token_ids`, `fitted` and `checked_resume_info`.
         """
         message = checked.message
         target = self.target

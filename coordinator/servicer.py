@@ -77,9 +77,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         *,
         files: TokenizerFiles = NO_FILES,
     ) -> None:
-        """Args:
-        files: of the tokenizer.
-        """
         self.config: CoordinatorConfig = config
         self.texts: TextDrafts = TextDrafts(config.text_draft, tokenizer)
         self.verify: VerifyPool = verify
@@ -442,11 +439,7 @@ class _Served:
 
     async def wait(self) -> None:
         """A long wait is without the slot, and without sequences at the peers: their caches keep what was
-        computed as known prefixes, as long as there is room.
-
-        Raises:
-            StreamIdleError: the client took nothing for too long.
-            Exception: any other reason to end the generation.
+        computed as known prefixes, as long as there is room. Errors as for `CreditReader.ready`.
         """
         ledger = self.call.ledger
         ledger.switch(Stage.CLIENT_CREDIT)

@@ -13,12 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import grpc.aio
 
+from coordinator.beams.answer import BeamAnswer
 from coordinator.ledger import Ledger
-from coordinator.requests import CheckedRequest, GenerationRequest
+from coordinator.requests import CheckedRequest
+from coordinator.session import Session
 from coordinator.tally import Tally
 from specwire import clock, errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
@@ -49,19 +50,6 @@ _LOGGED_MS = 0.05
 """Shorter stages are left out of the log line, where they would be 0.0."""
 
 
-class CountedGeneration(Protocol):
-    """A generation that has begun, such as a `session.Session`."""
-
-    request: GenerationRequest
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has reached a stop condition."""
-
-    def completion(self) -> Completion:
-        """The generation so far."""
-
-
 @dataclass
 class CallRecord:
     """One call of Generate; its servicer fills in the generation when that begins.
@@ -79,12 +67,12 @@ class CallRecord:
     ledger: Ledger
     span: Span = NO_SPAN
     request_id: str = ""
-    generation: CountedGeneration | None = None
+    generation: Session | BeamAnswer | None = None
     status: str = OK
     refused: dict[str, str] = field(default_factory=dict)
     _last_chunk_s: float | None = None
 
-    def begin(self, generation: CountedGeneration) -> None:
+    def begin(self, generation: Session | BeamAnswer) -> None:
         """The call has been admitted, and this is its generation."""
         self.generation = generation
         self.totals.prompt_tokens += generation.request.num_prompt_tokens
@@ -126,7 +114,7 @@ class Totals:
         self.prompt_tokens = self.output_tokens = self.without_draft = 0
         self.tally = Tally()
         self._ledgers: set[Ledger] = set()
-        self._ended_ns = dict.fromkeys(Stage, 0)
+        self._ended_ns = Counter(dict.fromkeys(Stage, 0))
         self.duration_s: dict[tuple[str, ...], HistogramData] = defaultdict(
             partial(HistogramData, _DURATION_BOUNDS)
         )
@@ -166,14 +154,14 @@ class Totals:
         """By stage, of all requests: those that run count up to the latest moment that is charged."""
         total_ns = self._ended_ns.copy()
         for ledger in self._ledgers:
-            _add(total_ns, ledger)
+            total_ns.update(ledger.spent_ns)
         return total_ns
 
     def _end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
         """Count a request that has ended; `done` is None if its generation never began."""
         status = call.status
         self._ledgers.discard(call.ledger)
-        _add(self._ended_ns, call.ledger)
+        self._ended_ns.update(call.ledger.spent_ns)
         self.requests[status, done.finish_reason.value if done and status == OK else ""] += 1
         self.duration_s[status,].add(timing.total_ms / 1e3, trace_id=call.span.trace_id)
         for stage, spent_ms in timing.stages.items():
@@ -186,11 +174,6 @@ class Totals:
         if status == OK and num_tokens > 1:
             after_first_s = (done.timing.total_ms - done.timing.time_to_first_token_ms) / 1e3
             self.per_token_s.add(after_first_s / (num_tokens - 1))
-
-
-def _add(total_ns: dict[Stage, int], ledger: Ledger) -> None:
-    for stage, spent_ns in ledger.spent_ns.items():
-        total_ns[stage] += spent_ns
 
 
 def status_of(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from specwire.v1 import generation_pb2
 
 @dataclass(kw_only=True)
 class BeamAnswer:
-    """The answer of one search; see `totals.CountedGeneration`.
+    """The answer of one search; what a `Session` is to a generation.
 
     Attributes:
         totals: of all generations; its passes are counted there too.

@@ -32,12 +32,7 @@ class Drain:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request while the body runs.
-
-        Raises:
-            ServiceDrainingError: it is closed.
-            ServiceLoadingError: the service loads its model.
-        """
+        """Count a request while the body runs; refuse it while the service loads, or once closed."""
         if self.is_closed:
             raise ServiceDrainingError("the service is shutting down")
         if self.is_loading:
@@ -87,13 +82,10 @@ class Slots:
 
     @contextlib.contextmanager
     def held(self, limits: Mapping[str, int]) -> Iterator[None]:
-        """Hold a slot of each key while the body runs.
+        """Hold a slot of each key while the body runs; `ResourceExhaustedError` if one has none left.
 
         Args:
             limits: key to its number of slots.
-
-        Raises:
-            ResourceExhaustedError: a key has no slot left.
         """
         for key, most in limits.items():
             if self._held[key] >= most:

@@ -62,14 +62,13 @@ class MetricsEndpoint:
     `prometheus_client.start_http_server` has none of them: a thread for each connection, without a timeout,
     which would read the counts while the event loop changes them.
 
+    Errors as for `serving`.
+
     Attributes:
         address: HOST:PORT where it listens.
     """
 
     def __init__(self, address: str, groups: Sequence[Group[Any]]) -> None:
-        """Raises:
-        ConfigError: prometheus_client is not installed.
-        """
         try:
             import prometheus_client  # noqa: F401
         except ImportError as error:
@@ -82,9 +81,6 @@ class MetricsEndpoint:
         self._num_connections = 0
 
     async def __aenter__(self) -> MetricsEndpoint:
-        """Raises:
-        ConfigError: the address cannot be bound.
-        """
         host, port = split_address("metrics_address", self.address)
         try:
             self._server = await asyncio.start_server(
