@@ -108,15 +108,13 @@ class Writes:
 class Stepped:
     """Runs a coroutine without a task: to its first wait at once, and on whenever what it waits for is done.
 
-    For a coroutine that asks for no task, as timeouts do.
+    For a coroutine that asks for no task, as timeouts do. At its end `on_end` is called, with its error if it
+    failed.
     """
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, None], on_end: Callable[[BaseException | None], None]
     ) -> None:
-        """Args:
-        on_end: called when it has ended, with its error if it failed.
-        """
         self._coroutine = coroutine
         self._on_end = on_end
         self._waits_for: asyncio.Future[Any] | None = None

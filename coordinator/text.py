@@ -141,8 +141,7 @@ class StopMatcher:
     def add(self, text: str, *, may_stop: bool = True) -> str:
         """Append text; returns what certainly precedes any stop string. After a match that is nothing.
 
-        Args:
-            may_stop: whether a stop string that ends in this text counts.
+        Unless it `may_stop`, a stop string that ends in this text does not count.
         """
         if self.stopped_by is not None:
             return ""
@@ -195,9 +194,7 @@ class TextAssembler(Generic[Item]):
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Args:
-        min_tokens: a stop string that ends in the text of the first so many tokens does not count.
-        """
+        """A stop string that ends in the text of the first `min_tokens` tokens does not count."""
         self._has_text = tokenizer is not None
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens

@@ -35,11 +35,7 @@ class BeamTree:
         self.drafted: dict[tuple[Beam, int], Beam] = {}
 
     def add(self, beam: Beam, proposal: Proposal, room: int) -> None:
-        """Draft tokens after a live beam.
-
-        Args:
-            room: most nodes of this tree, all together.
-        """
+        """Draft tokens after a live beam, up to `room` nodes of this tree, all together."""
         made: list[Beam] = []
         for node, token_id in enumerate(proposal.token_ids[: max(0, room - len(self.nodes))]):
             place = proposal.parent(node)

@@ -124,9 +124,6 @@ class DefaultRequests:
     """Requests that leave the draft open, for the coordinator's status and its log."""
 
     def __init__(self, config: CoordinatorConfig, drafts: DraftChoices, choice: SharedChoice) -> None:
-        """Args:
-        choice: of these requests.
-        """
         self._choice = choice
         self._is_chosen = config.fixed_draft_tokens is None
         draft = drafts.choose(None)
@@ -137,8 +134,7 @@ class DefaultRequests:
     def why_plain(self, draft_unavailable: str) -> str:
         """Why they are decoded plainly at present; empty if they are not, or if their texts decide.
 
-        Args:
-            draft_unavailable: why the draft service is not used now; empty if it is.
+        `draft_unavailable` says why the draft service is not used now; empty if it is.
         """
         if self._has_text:
             return ""

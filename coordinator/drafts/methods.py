@@ -38,9 +38,7 @@ class Occurrences:
     """
 
     def __init__(self, config: SpeculativeConfig, earlier: TokenArray = NO_TOKENS) -> None:
-        """Args:
-        earlier: [num_tokens] outputs of earlier generations.
-        """
+        """`earlier` [num_tokens] are outputs of earlier generations."""
         self._history = History(config.prompt_lookup_min, config.prompt_lookup_max, earlier)
         self._num_counted = 1 if config.method == NGRAM else MAX_CONTINUATIONS
 

@@ -135,13 +135,7 @@ def run_service(
     argv: Sequence[str] | None,
 ) -> int:
     """Read flags and variables and run a service to its end; returns its exit status. A SpecwireError becomes
-    one line in its log and status 2.
-
-    Args:
-        name: of its command and in its logs.
-        about: what the help says of it.
-        kind: its config.
-    """
+    one line in its log and status 2."""
     parser = Parser(prog=f"specwire {name}", description=about)
     add_config_file(parser)
     add_flags(parser, kind)

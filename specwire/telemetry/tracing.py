@@ -1,9 +1,7 @@
 """Traces of generations, through OpenTelemetry; without it configured, at no cost.
 
 `docs/jaeger.md` has the spans of a generation, of all three services, with their attributes, and the `OTEL_*`
-variables, which turn tracing on and set it. While it is off, nothing of OpenTelemetry is imported. Above
-the span `generate` are the CLIENT span of the SDK (`specwire.client.spans`) and, of a request over HTTP, the
-SERVER span of the front (`specwire.http.spans`).
+variables, which turn tracing on and set it. While it is off, nothing of OpenTelemetry is imported.
 
 A collector that is slow, gone or silent costs memory for `OTEL_BSP_MAX_QUEUE_SIZE` spans (2048) and next to
 nothing else: a span that would begin while the queue is full is not created, nor are its descendants in any

@@ -92,9 +92,9 @@ def generate_request(
     elif messages is not None:
         request.messages.SetInParent()
         request.messages.messages.extend(_messages(messages))
-    if messages is None and (tools or chat_template_kwargs):
-        if tools:
-            raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
+    if messages is None and tools:
+        raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
+    if messages is None and chat_template_kwargs:
         raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "are only for messages")
     if tools:
         if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -282,14 +282,13 @@ def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> 
 class OpenChunk:
     """The next message of a stream, while rounds add to it: one, or several where the client is slower.
 
+    The first message has the resume info.
+
     Attributes:
         num_tokens: of the output so far, with those of this message.
     """
 
     def __init__(self, info: ResumeInfo) -> None:
-        """Args:
-        info: of the first message.
-        """
         self.num_tokens = 0
         self._sources = {"": 0}
         self._open()
@@ -388,11 +387,7 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
 def prompt_chunk(
     first_index: int, tokens: Iterable[tuple[int, str, Logprobs | None]]
 ) -> generation_pb2.GenerateResponse:
-    """The message with some tokens of the prompt: each with its text and log probabilities.
-
-    Args:
-        first_index: of the first of them in the prompt.
-    """
+    """The message with tokens of the prompt from this index on: each with its text and log probabilities."""
     chunk = generation_pb2.Chunk(
         first_prompt_index=first_index,
         prompt=[

@@ -199,12 +199,7 @@ def response_to_proto(
 def answers_from_proto(
     message: draft_pb2.DraftResponse, vocab_size: int, source: str = ""
 ) -> list[DraftAnswer]:
-    """The answers of a message.
-
-    Args:
-        vocab_size: of the target, in tokens.
-        source: of the proposals.
-    """
+    """The answers of a message; `vocab_size` is the target's, `source` that of the proposals."""
     num = len(message.sequence_ids)
     sequence_ids, request_ids, base_lens, *others = columns.read(message, num, _ANSWER)
     found = proposals.from_proto(message.proposals, base_lens, vocab_size, source)

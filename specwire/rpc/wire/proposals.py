@@ -74,12 +74,7 @@ def _add_supports(
 def from_proto(
     message: common_pb2.Proposals, base_lens: Sequence[int], vocab_size: int, source: str = ""
 ) -> list[Proposal]:
-    """The proposals of a message, which the rule and the target can judge.
-
-    Args:
-        base_lens: of each, in tokens.
-        vocab_size: of the target, in tokens.
-    """
+    """The proposals of a message, which the rule and the target can judge; `vocab_size` is the target's."""
     found = list[Proposal]()
     for each in each_from_proto(message, base_lens, vocab_size, source):
         if isinstance(each, InvalidRequestError):

@@ -55,13 +55,10 @@ _CONTINUATION = {"ahead_ids": "ahead_id", "next_token_ids": "outcome.next_token"
 
 
 class VerifyOrder(NamedTuple):
-    """A request: commit tokens, and judge a proposal after them.
+    """A request: commit tokens, and judge a proposal after them. What a `DraftOrder` has too is the same.
 
     Attributes:
-        base_len: length that the sequence is rolled back to, in tokens.
-        token_ids: committed after it.
         proposal: what to judge after these; empty if the receiver has announced that it went on with it.
-        traceparent: of the span around it; empty if it is not traced.
         ahead_id: of the proposal that the receiver has announced; else 0.
         wanted: of the receiver after the verdict.
         needs_probs: the receiver may apply the rule itself, so draft probabilities are sent.
