@@ -208,6 +208,7 @@ class Turns(Protocol):
         """Until one may."""
 
 
+@dataclass(kw_only=True)
 class Generation:
     """One sequence being generated.
 
@@ -215,35 +216,25 @@ class Generation:
         committed: the prompt and everything emitted since.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        drafter: Drafter,
-        verifier: Verifier,
-        *,
-        planner: Planner,
-        ledger: Ledger,
-        tracer: tracing.Tracing,
-        trace_detail: bool,
-        parent: tracing.Span,
-        turns: Turns,
-    ) -> None:
-        params = request.keyed_params
+    request: GenerationRequest
+    drafter: Drafter
+    verifier: Verifier
+    planner: Planner
+    ledger: Ledger
+    tracer: tracing.Tracing
+    trace_detail: bool
+    parent: tracing.Span
+    turns: Turns
+    committed: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.keyed_params
         assert params.seed is not None  # drawn by the coordinator when the client gave none
         assert params.max_tokens is not None  # at the latest what the context has room for
-        self._seed = params.seed
+        self._seed, self._params = params.seed, params
         self.committed = [*request.prompt_token_ids, *request.generated_token_ids]
         self._longest_len = request.target.longest_len
         self._end_len = request.prompt_len + params.max_tokens
-        self._params = params
-        self._drafter = drafter
-        self._verifier = verifier
-        self._planner = planner
-        self._ledger = ledger
-        self._tracer = tracer
-        self._trace_detail = trace_detail
-        self._parent = parent
-        self._turns = turns
         self._num_rounds = 0
         self._begun: Proposal | None = None
 
@@ -254,18 +245,18 @@ class Generation:
         text, is better left for later.
         """
         while len(self.committed) < self._end_len:
-            if not self._turns.may_start:
-                await self._turns.wait()
+            if not self.turns.may_start:
+                await self.turns.wait()
             started_ns = clock.stopwatch_ns()
-            done = await (self._traced_cycle() if self._tracer.enabled else self._cycle(self._parent))
-            self._ledger.switch(Stage.EMIT)
+            done = await (self._traced_cycle() if self.tracer.enabled else self._cycle(self.parent))
+            self.ledger.switch(Stage.EMIT)
             yield done
-            ended_ns = self._ledger.switch(Stage.COORDINATOR)
-            self._drafter.observe(done)
-            self._planner.observe(done, ended_ns - started_ns)
+            ended_ns = self.ledger.switch(Stage.COORDINATOR)
+            self.drafter.observe(done)
+            self.planner.observe(done, ended_ns - started_ns)
 
     async def _traced_cycle(self) -> Round:
-        with self._tracer.span("round", parent=self._parent.context) as span:
+        with self.tracer.span("round", parent=self.parent.context) as span:
             number = self._num_rounds
             done = await self._cycle(span)
             if span.trace_id:
@@ -287,38 +278,38 @@ class Generation:
         """Draft, verify, commit."""
         # The last token of a round is the target's own, so the last round may draft one token less.
         num_done = len(self.committed)
-        plan = self._planner.plan().within(self._end_len - num_done - 1, self._longest_len - num_done)
+        plan = self.planner.plan().within(self._end_len - num_done - 1, self._longest_len - num_done)
         proposal, draft_cost = await self._propose(plan, parent)
         try:
-            verdict, verify_cost = await self._verifier.verify(
+            verdict, verify_cost = await self.verifier.verify(
                 self.committed, proposal, parent, is_plain=plan.is_plain
             )
         except ServiceUnavailableError:
-            self._ledger.fail()
+            self.ledger.fail()
             raise
-        self._ledger.settle(verify_cost, Stage.RULE)
-        with self._tracer.span("accept", parent=parent.context) if self._trace_detail else _NO_SPAN:
+        self.ledger.settle(verify_cost, Stage.RULE)
+        with self.tracer.span("accept", parent=parent.context) if self.trace_detail else _NO_SPAN:
             outcome = acceptance.accept(proposal, verdict, self._params, self._seed)
         why_plain = "" if proposal.token_ids else plan.why_plain
         if not (proposal.token_ids or why_plain):
             if draft_cost.draft_unavailable:
-                why_plain = f"the draft is unavailable: {self._drafter.unavailable}"
+                why_plain = f"the draft is unavailable: {self.drafter.unavailable}"
             elif draft_cost.timed_out:
                 why_plain = "the proposal did not arrive in time"
         done = Round(proposal, verdict, outcome, draft_cost, verify_cost, why_plain)
         self.committed += done.token_ids
-        self._begun = self._verifier.begun(self.committed, outcome)
+        self._begun = self.verifier.begun(self.committed, outcome)
         self._num_rounds += 1
         return done
 
     async def _propose(self, plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
         begun = self._begun
         if begun is not None and (plan.num_draft_tokens or not begun.token_ids):
-            self._ledger.switch(Stage.VERIFY)
-            return begun, Cost() if plan.is_plain else self._drafter.follow(self.committed, begun, plan)
-        self._ledger.switch(Stage.DRAFT)
-        proposal, cost = await self._drafter.propose(self.committed, plan, parent)
-        self._ledger.settle(cost, Stage.VERIFY)
+            self.ledger.switch(Stage.VERIFY)
+            return begun, Cost() if plan.is_plain else self.drafter.follow(self.committed, begun, plan)
+        self.ledger.switch(Stage.DRAFT)
+        proposal, cost = await self.drafter.propose(self.committed, plan, parent)
+        self.ledger.settle(cost, Stage.VERIFY)
         return proposal, cost
 
 

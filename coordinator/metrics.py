@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.drafts.methods import MAX_BYTES
-from coordinator.tally import Tally
+from specwire.completion import Speculation
 from specwire.telemetry.metrics import Counter, Gauge, Histogram, Labelled, Metric
 
 if TYPE_CHECKING:
@@ -17,8 +17,12 @@ def _by_position(counts: Sequence[int]) -> Labelled:
     return {(str(position),): count for position, count in enumerate(counts)}
 
 
-def _by_source(tally: Tally, name: str) -> Labelled:
-    return {(source,): getattr(counts, name) for source, counts in tally.by_source.items()}
+def _by_source(now: GenerationServicer, name: str) -> Labelled:
+    return {(each.source,): getattr(each, name) for each in _speculation(now).by_source}
+
+
+def _speculation(now: GenerationServicer) -> Speculation:
+    return now.totals.tally.speculation()
 
 
 def _replicas(now: GenerationServicer) -> Labelled:
@@ -107,40 +111,40 @@ TABLE: tuple[Metric[GenerationServicer], ...] = (
     Counter(
         "specwire_spec_decode_num_drafts_total",
         "Rounds that had draft tokens.",
-        lambda now: now.totals.tally.num_drafts,
+        lambda now: _speculation(now).num_drafts,
     ),
     Counter(
         "specwire_spec_decode_num_draft_tokens_total",
         "Draft tokens that were verified.",
-        lambda now: now.totals.tally.num_draft_tokens,
+        lambda now: _speculation(now).num_draft_tokens,
     ),
     Counter(
         "specwire_spec_decode_num_accepted_tokens_total",
         "Draft tokens that were accepted.",
-        lambda now: now.totals.tally.num_accepted,
+        lambda now: _speculation(now).num_accepted_tokens,
     ),
     Counter(
         "specwire_spec_decode_num_draft_tokens_per_pos_total",
         "Draft tokens that were verified, by their position in the round, from 0.",
-        lambda now: _by_position(now.totals.tally.drafted_per_position),
+        lambda now: _by_position(_speculation(now).drafted_per_position),
         ("position",),
     ),
     Counter(
         "specwire_spec_decode_num_accepted_tokens_per_pos_total",
         "Draft tokens that were accepted, by their position in the round, from 0.",
-        lambda now: _by_position(now.totals.tally.accepted_per_position),
+        lambda now: _by_position(_speculation(now).accepted_per_position),
         ("position",),
     ),
     Counter(
         "specwire_spec_decode_num_draft_tokens_per_source_total",
         "Draft tokens that were verified, by what made them: a draft model's name, or a method.",
-        lambda now: _by_source(now.totals.tally, "num_draft_tokens"),
+        lambda now: _by_source(now, "num_draft_tokens"),
         ("source",),
     ),
     Counter(
         "specwire_spec_decode_num_accepted_tokens_per_source_total",
         "Draft tokens that were accepted, by what made them: a draft model's name, or a method.",
-        lambda now: _by_source(now.totals.tally, "num_accepted_tokens"),
+        lambda now: _by_source(now, "num_accepted_tokens"),
         ("source",),
     ),
     Counter(

@@ -31,13 +31,10 @@ class Encoder:
     async def token_ids(self, request: generation_pb2.GenerateRequest, most_tokens: int) -> list[int]:
         """The prompt of a request that `check_prompt` accepted.
 
-        Args:
-            most_tokens: that the target reads.
-
         Raises:
             InvalidRequestError: an empty text, tools that are not JSON, or a conversation that the chat
                 template refuses.
-            ContextLengthError: more tokens than that.
+            ContextLengthError: more tokens than `most_tokens`, which the target reads.
             UnsupportedError: messages without a chat template, tools with one that does not render them.
         """
         if request.WhichOneof("prompt") == "token_ids":

@@ -5,6 +5,16 @@
     8 rounds wait (1, if each is to be a message), or there is no credit ──▶ the generation waits ──▶
         StreamIdleError after `idle_timeout_s`
 
+How far it may be ahead, in tokens:
+
+    acknowledged         sent                 emitted
+    ├── consumed ──┤├── in flight ─────┤├── held back ──┤├── the next round ──┤
+                   ╰───────────────── at most `window` ──────────────────────╯
+
+Tokens are held back while they may be part of a stop string or of an incomplete character; no client can
+acknowledge those. Nor does it have to acknowledge the last 15 that it received (see the proto). So with no
+more than those in flight a round always starts: otherwise both sides would wait for each other.
+
 A write lasts as long as gRPC's flow control blocks it, which is while the client does not read. All streams
 begin their writes together, once a turn of the event loop.
 """
@@ -15,15 +25,62 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-from coordinator.credit import Credit
-from specwire.errors import StreamIdleError
+from specwire.core import MAX_CREDIT_TOKENS, MAX_UNACKNOWLEDGED_TOKENS
+from specwire.errors import InvalidRequestError, StreamIdleError
 
 _MAX_UNWRITTEN_ROUNDS = 8
 
 Take = Callable[[], Any]
 """Returns the next message; called when it can be written."""
+
+
+class Credit:
+    """The account of one generation, in tokens.
+
+    Args:
+        window: how far the generation may be ahead of acknowledgements; 0 is without limit.
+        round_len: most tokens that a round emits.
+    """
+
+    def __init__(self, window: int, round_len: int) -> None:
+        self._window = window
+        self._round_len = round_len
+        self._num_emitted = self._num_sent = self._num_acknowledged = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a round may start."""
+        if not self._window:
+            return True
+        num_ahead = self._num_emitted - self._num_acknowledged
+        num_in_flight = self._num_sent - self._num_acknowledged
+        return num_ahead + self._round_len <= self._window or num_in_flight <= MAX_UNACKNOWLEDGED_TOKENS
+
+    def spend(self, *, num_emitted: int = 0, num_sent: int = 0) -> None:
+        """Count tokens that a round emitted, and those that its message carries; call it before that is sent.
+
+        As long as it is not known which can be sent, all count; `num_sent` is negative to correct that.
+        """
+        self._num_emitted += num_emitted
+        self._num_sent += num_sent
+
+    def acknowledge(self, num_tokens: int) -> None:
+        """The client has consumed `num_tokens` more, at least 1.
+
+        Raises:
+            InvalidRequestError: the client did not ask for credit, or exceeds its limit.
+        """
+        if not self._window:
+            raise InvalidRequestError("credit_tokens", num_tokens, "the first request asked for no credit")
+        unused = self._window + self._num_acknowledged + num_tokens - self._num_sent
+        if unused > MAX_CREDIT_TOKENS:
+            raise InvalidRequestError(
+                "credit_tokens", num_tokens, f"makes {unused} unused, over the limit of {MAX_CREDIT_TOKENS}"
+            )
+        self._num_acknowledged += num_tokens
 
 
 class Writes:
@@ -51,15 +108,13 @@ class Writes:
 class Stepped:
     """Runs a coroutine without a task: to its first wait at once, and on whenever what it waits for is done.
 
-    For a coroutine that asks for no task, as timeouts do.
+    For a coroutine that asks for no task, as timeouts do. At its end `on_end` is called, with its error if it
+    failed.
     """
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, None], on_end: Callable[[BaseException | None], None]
     ) -> None:
-        """Args:
-        on_end: called when it has ended, with its error if it failed.
-        """
         self._coroutine = coroutine
         self._on_end = on_end
         self._waits_for: asyncio.Future[Any] | None = None
@@ -85,13 +140,14 @@ class Stepped:
             self._waits_for.cancel()
 
 
+@dataclass
 class CreditReader:
     """Writes messages in order, and knows when the client is ready for another round.
 
     As a context manager it finishes writing however its body ends, except after a `StreamIdleError`, since
     the client is not reading. For one event loop.
 
-    Args:
+    Attributes:
         write: returns when the message has been handed to the transport.
         credit: how far the generation may be ahead, in tokens.
         idle_timeout_s: longest wait without an acknowledgement or the end of a write, in seconds.
@@ -99,22 +155,16 @@ class CreditReader:
         has_each: whether each round is a message.
     """
 
-    def __init__(
-        self,
-        write: Callable[[Any], Awaitable[None]],
-        credit: Credit,
-        idle_timeout_s: float,
-        writes: Writes,
-        *,
-        has_each: bool = False,
-    ) -> None:
-        self.credit = credit
-        self._most_unwritten = 1 if has_each else _MAX_UNWRITTEN_ROUNDS
-        self._write = write
-        self._idle_timeout_s = idle_timeout_s
+    write: Callable[[Any], Awaitable[None]]
+    credit: Credit
+    idle_timeout_s: float
+    writes: Writes
+    has_each: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._most_unwritten = 1 if self.has_each else _MAX_UNWRITTEN_ROUNDS
         self._unwritten: deque[Take] = deque()
         self._num_unwritten_rounds = 0
-        self._writes = writes
         self._is_writing = False  # or about to; still so after a write has failed
         self._writing: Stepped | None = None
         self._error: BaseException | None = None
@@ -151,7 +201,7 @@ class CreditReader:
         self._active_s = self._now_s()
         if not self._is_writing:
             self._is_writing = True
-            self._writes.put(self._begin_to_write)
+            self.writes.put(self._begin_to_write)
 
     def _begin_to_write(self) -> None:
         self._writing = Stepped(self._write_all(), self._end_writing)
@@ -159,7 +209,7 @@ class CreditReader:
     async def _write_all(self) -> None:
         while self._unwritten:
             self._num_unwritten_rounds = 0
-            await self._write(self._unwritten.popleft()())
+            await self.write(self._unwritten.popleft()())
             self._note_activity()
 
     def _end_writing(self, error: BaseException | None) -> None:
@@ -215,7 +265,7 @@ class CreditReader:
         while not condition():
             self._changed.clear()
             try:
-                async with asyncio.timeout_at(self._active_s + self._idle_timeout_s):
+                async with asyncio.timeout_at(self._active_s + self.idle_timeout_s):
                     await self._changed.wait()
             except TimeoutError:
-                raise StreamIdleError(f"no token was taken for {self._idle_timeout_s:g} s") from None
+                raise StreamIdleError(f"no token was taken for {self.idle_timeout_s:g} s") from None

@@ -122,32 +122,27 @@ class GenerationRequest(CheckedRequest):
         return end_ids(self.params, self.target)
 
 
+@dataclass
 class RequestParser:
-    """Parses requests for one target."""
+    """Parses requests for one target.
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        target: ModelInfo,
-        tokenizer: Tokenizer | None,
-        drafts: DraftChoices,
-        draft_is_far: Callable[[], bool],
-        draft_learns: Callable[[], bool],
-    ) -> None:
-        """Args:
+    Attributes:
         drafts: what may propose.
         draft_is_far: whether proposals take long to arrive; asked where a request leaves the rule open.
         draft_learns: whether the draft model changes its weights by outputs.
-        """
-        self._config = config
-        self._target = target
-        self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
-        self._drafts = drafts
-        self._draft_is_far = draft_is_far
-        self._draft_learns = draft_learns
-        self._has_seed = config.seed != NO_SEED
-        self._seeds = random.Random(config.seed) if self._has_seed else secrets.SystemRandom()
+    """
+
+    config: CoordinatorConfig
+    target: ModelInfo
+    tokenizer: Tokenizer | None
+    drafts: DraftChoices
+    draft_is_far: Callable[[], bool]
+    draft_learns: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._encoder = Encoder(self.tokenizer)
+        self._has_seed = self.config.seed != NO_SEED
+        self._seeds = random.Random(self.config.seed) if self._has_seed else secrets.SystemRandom()
 
     def check(self, message: generation_pb2.GenerateRequest, caller: Principal) -> CheckedRequest:
         """Parse a first message, and choose what it leaves open.
@@ -158,22 +153,22 @@ class RequestParser:
             UnsupportedError: the target cannot do what is asked for.
         """
         given_params = client_wire.generate_params(message)
-        draft = self._drafts.choose(given_params.draft)
+        draft = self.drafts.choose(given_params.draft)
         if given_params.num_beams > 1:
-            draft = check_beams(message, given_params, self._target, draft)
+            draft = check_beams(message, given_params, self.target, draft)
         params = self._with_seed_and_rule(given_params, draft)
         credit_window = client_wire.opening_credit(message)
-        client_wire.check_prompt_size(message, self._config.max_prompt_bytes)
-        check_params(params, self._target, self._tokenizer)
-        check_prompt(message, params, self._target, self._tokenizer)
+        client_wire.check_prompt_size(message, self.config.max_prompt_bytes)
+        check_params(params, self.target, self.tokenizer)
+        check_prompt(message, params, self.target, self.tokenizer)
         caller.check(params)
-        tenant = caller.name if self._config.tokens else ""
+        tenant = caller.name if self.config.tokens else ""
         given = params.num_draft_tokens if draft.is_on else 0
-        num_draft_tokens = self._config.fixed_draft_tokens if given is None else given
-        may_be_several = draft.uses_model and self._target.trees and not params.greedy
-        num_chains = self._config.model_draft.num_chains if may_be_several and params.rule is Rule.KSEQ else 1
+        num_draft_tokens = self.config.fixed_draft_tokens if given is None else given
+        may_be_several = draft.uses_model and self.target.trees and not params.greedy
+        num_chains = self.config.model_draft.num_chains if may_be_several and params.rule is Rule.KSEQ else 1
         can_follow = num_chains == 1 and num_draft_tokens != 0 and params.num_beams == 1
-        if can_follow and params.grammar is not None and not self._target.own_source:
+        if can_follow and params.grammar is not None and not self.target.own_source:
             draft = replace(draft, follows_grammar=True)  # what the grammar prescribes is proposed, too
         return CheckedRequest(
             message=message,
@@ -184,26 +179,22 @@ class RequestParser:
             max_depth=self._max_depth(params, draft) if num_chains == 1 else 0,
             draft=draft,
             num_chains=num_chains,
-            why_plain=self._drafts.why_plain(params, draft),
+            why_plain=self.drafts.why_plain(params, draft),
         )
 
     async def encode(self, checked: CheckedRequest) -> GenerationRequest:
         """Encode the prompt, and check what depends on its tokens.
 
-        Raises:
-            InvalidRequestError: the prompt is empty, or the generated tokens are out of range.
-            ContextLengthError: prompt and `max_tokens` do not fit into the context.
-            UnsupportedError: messages without a chat template.
-            HandshakeError: the generation to be resumed began with another target or prompt.
+        Errors as for `Encoder.token_ids`, `fitted` and `checked_resume_info`.
         """
         message = checked.message
-        target = self._target
+        target = self.target
         prompt = await self._encoder.token_ids(message, target.encoder_len or target.context_len)
         params = fitted(checked.params, len(prompt), target, checked.caller.max_tokens)
         prompt += target.decoder_token_ids
         generated_token_ids = list(message.generated_token_ids)
         scope = self._output_scope(checked)
-        learns = checked.draft.uses_model and self._draft_learns()
+        learns = checked.draft.uses_model and self.draft_learns()
         is_adaptive = checked.num_draft_tokens is None or scope is not None or learns
         rules = rules_of(params, target)
         keyed = with_early_ends(_keyed(params, is_adaptive=is_adaptive), target)
@@ -227,18 +218,18 @@ class RequestParser:
 
     def _max_depth(self, params: SamplingParams, draft: DraftChoice) -> int | None:
         """A number of draft tokens that the request fixes alone is that of a chain."""
-        own = OWN_METHODS.get(self._target.own_source) if draft.uses_own else None
+        own = OWN_METHODS.get(self.target.own_source) if draft.uses_own else None
         is_chain = own is not None and not own.has_trees
-        if params.max_depth and (is_chain or not self._target.trees):
-            by = f"draft={self._target.own_source} makes" if is_chain else f"{self._target.name} verifies"
+        if params.max_depth and (is_chain or not self.target.trees):
+            by = f"draft={self.target.own_source} makes" if is_chain else f"{self.target.name} verifies"
             raise UnsupportedError("max_depth", params.max_depth, f"{by} chains only")
         if is_chain:
             return 0
         if params.max_depth is not None:
             return params.max_depth
-        if not (params.matches_tokens and self._target.trees):
+        if not (params.matches_tokens and self.target.trees):
             return 0
-        fixed = self._config.fixed_max_depth
+        fixed = self.config.fixed_max_depth
         return 0 if fixed is None and params.num_draft_tokens is not None else fixed
 
     def _output_scope(self, checked: CheckedRequest) -> str | None:
@@ -247,7 +238,7 @@ class RequestParser:
         """
         if not checked.draft.reads_earlier:
             return None
-        return "" if self._config.suffix_shared else checked.params.cache_salt or None
+        return "" if self.config.suffix_shared else checked.params.cache_salt or None
 
     def _with_seed_and_rule(self, params: SamplingParams, draft: DraftChoice) -> SamplingParams:
         """Where a client or the server gives a seed, the same text is expected again, whatever the load.
@@ -255,13 +246,13 @@ class RequestParser:
         A target that drafts for itself is coupled: without noise that is shared, only the likeliest tokens
         could be proposed, and no trees.
         """
-        rule = params.rule or self._config.fixed_rule
+        rule = params.rule or self.config.fixed_rule
         if rule is None:
             asks = params.seed is not None or self._has_seed or bool(params.max_depth) or draft.uses_own
-            if self._config.model_draft.selection and draft.uses_model:
+            if self.config.model_draft.selection and draft.uses_model:
                 rule = Rule.GUMBEL if asks else Rule.KSEQ
             else:
-                rule = Rule.GUMBEL if asks or self._draft_is_far() else Rule.BLOCK
+                rule = Rule.GUMBEL if asks or self.draft_is_far() else Rule.BLOCK
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, rule=rule)
 

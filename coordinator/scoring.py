@@ -11,7 +11,7 @@ others, and the logits of a whole prompt are never in memory.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from coordinator.generation import Turns, Verifier
 from coordinator.ledger import Ledger
@@ -40,50 +40,46 @@ def scoring(request: GenerationRequest) -> GenerationRequest:
     return replace(request, keyed_params=judged, num_draft_tokens=0)
 
 
+@dataclass(kw_only=True)
 class PromptScores:
-    """The prompt of one request, in messages of as many tokens as the target judges at a time."""
+    """The prompt of one request, in messages of as many tokens as the target judges at a time.
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        verifier: Verifier,
-        *,
-        tokenizer: Tokenizer | None,
-        ledger: Ledger,
-        parent: tracing.Span,
-        turns: Turns,
-    ) -> None:
-        """Args:
+    Attributes:
         verifier: of a sequence that was opened for `scoring(request)`.
-        """
-        self._token_ids = request.prompt_token_ids
-        self._verifier = verifier
-        self._ledger = ledger
-        self._parent = parent
-        self._turns = turns
-        skips = request.params.skip_special_tokens
-        self._text = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=skips)
+    """
+
+    request: GenerationRequest
+    verifier: Verifier
+    tokenizer: Tokenizer | None
+    ledger: Ledger
+    parent: tracing.Span
+    turns: Turns
+
+    def __post_init__(self) -> None:
+        self._token_ids = self.request.prompt_token_ids
+        skips = self.request.params.skip_special_tokens
+        self._text = IncrementalDetokenizer(self.tokenizer, (), skip_special_tokens=skips)
 
     async def messages(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """All tokens of the prompt, in order."""
         token_ids = self._token_ids
         yield self._message(0, [None])
         for start in range(1, len(token_ids), MAX_NUM_DRAFT_TOKENS):
-            if not self._turns.may_start:
-                await self._turns.wait()
+            if not self.turns.may_start:
+                await self.turns.wait()
             judged = token_ids[start : start + MAX_NUM_DRAFT_TOKENS]
             yield self._message(start, await self._judge(start, judged))
-            self._ledger.switch(Stage.COORDINATOR)
+            self.ledger.switch(Stage.COORDINATOR)
 
     async def _judge(self, start: int, token_ids: Sequence[int]) -> Sequence[Logprobs]:
-        self._ledger.switch(Stage.VERIFY)
+        self.ledger.switch(Stage.VERIFY)
         committed = self._token_ids[:start]
         try:
-            verdict, cost = await self._verifier.verify(committed, Proposal(start, token_ids), self._parent)
+            verdict, cost = await self.verifier.verify(committed, Proposal(start, token_ids), self.parent)
         except ServiceUnavailableError:
-            self._ledger.fail()
+            self.ledger.fail()
             raise
-        self._ledger.settle(cost, Stage.EMIT)
+        self.ledger.settle(cost, Stage.EMIT)
         if NO_TOKEN in verdict.target_token_ids[: len(token_ids)]:
             raise InternalError("the target's logits are not finite")
         return verdict.logprobs[: len(token_ids)]

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
+from coordinator import metrics
 from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
@@ -19,6 +20,7 @@ from specwire.rpc.wire import tokenizer_files
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles
 from specwire.telemetry import endpoint, tracing
 from specwire.telemetry.logs import NOTICE
+from specwire.telemetry.metrics import Group
 from specwire.text import tokenizer
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2, generation_pb2_grpc
@@ -66,8 +68,11 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         name = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
         server = Server(config, [name], serves_clients=True, shares_port=config.workers > 1)
         servicer = GenerationServicer(config, verify, draft, loaded, tracer, files=files)
+        group = Group(metrics.TABLE, lambda: servicer, {"model_name": verify.info.name})
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
-        await stack.enter_async_context(endpoint.serving(config, [servicer.metrics()], tracer, "coordinator"))
+        await stack.enter_async_context(
+            endpoint.serving(config.metrics_address, [group], tracer, "coordinator", config.metrics_names)
+        )
         stack.push_async_callback(server.stop)
         yield await server.start()
 

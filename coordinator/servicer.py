@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coordinator import metrics, spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.beams.answer import BeamAnswer
 from coordinator.beams.followers import BeamDrafts, Followers
 from coordinator.beams.planning import BeamPlanner, SharedBeamCosts
 from coordinator.beams.search import BeamGeneration
-from coordinator.credit import Credit
-from coordinator.drafts.choice import DraftChoices
+from coordinator.drafts.choice import DefaultRequests, DraftChoices
 from coordinator.drafts.methods import TextDrafts
 from coordinator.drafts.own import OwnDrafter
 from coordinator.generation import Drafter, Generation, Planner
@@ -33,12 +31,11 @@ from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
-from coordinator.plain import DefaultRequests
-from coordinator.reader import CreditReader, Writes
+from coordinator.reader import Credit, CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
-from coordinator.totals import CallRecord, Totals
+from coordinator.totals import CALL, CallRecord, Totals, of_request
 from specwire import clock
 from specwire.completion import Stage
 from specwire.config.security.bearer import Principal
@@ -50,7 +47,6 @@ from specwire.rpc.wire import model as wire
 from specwire.rpc.wire.tokenizer_files import NO_FILES, TokenizerFiles
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
-from specwire.telemetry.metrics import Group
 from specwire.telemetry.propagation import REQUEST_ID
 from specwire.telemetry.tracing import SpanKind
 from specwire.text.tokenizer import Tokenizer
@@ -68,6 +64,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     Attributes:
         totals, admission, texts: of this process.
         verify, draft: the model services.
+        choice: what the streams that draft by default learn together, or follow.
     """
 
     def __init__(
@@ -80,9 +77,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         *,
         files: TokenizerFiles = NO_FILES,
     ) -> None:
-        """Args:
-        files: of the tokenizer.
-        """
         self.config: CoordinatorConfig = config
         self.texts: TextDrafts = TextDrafts(config.text_draft, tokenizer)
         self.verify: VerifyPool = verify
@@ -109,7 +103,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         drafts = DraftChoices(
             config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
         )
-        self._drafts_in_target = drafts.choose(None).uses_own
+        self.choice: SharedChoice = self._own_choice if drafts.choose(None).uses_own else self._choice
+        if config.model_draft.selection:
+            self.choice = self._kseq_choice
         self._parser = RequestParser(
             config,
             verify.info,
@@ -129,17 +125,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         is_fixed = self.config.fixed_outcomes is not None
         return is_fixed or draft is None or not draft.takes_turns_with(target)
 
-    @property
-    def choice(self) -> SharedChoice:
-        """What the streams of this process learn together, or follow: those that draft by default."""
-        if self.config.model_draft.selection:
-            return self._kseq_choice
-        return self._own_choice if self._drafts_in_target else self._choice
-
-    def metrics(self) -> Group[GenerationServicer]:
-        """For Prometheus."""
-        return Group(metrics.TABLE, lambda: self, {"model_name": self.verify.info.name})
-
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
@@ -148,7 +133,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             # A stream that ends without a request counts as one whose request has no prompt.
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
-            call.span.set(spans.of_request(checked, self.verify.info.name))
+            call.span.set(of_request(checked, self.verify.info.name))
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             pace = credit, self.config.idle_timeout_s, self._writes
@@ -175,7 +160,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             names.GENERATE,
             kind=SpanKind.SERVER,
             parent=self._tracer.propagators.read(metadata),
-            attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
+            attributes={**CALL, names.REQUEST_ID: request_id or None},
             start_ns=clock.epoch_ns(ledger.arrived_ns),
         )
         if request_id:
@@ -199,24 +184,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         drafter = self._drafter(served, verifier)
         with contextlib.closing(verifier), contextlib.closing(drafter):
             generation = Generation(
-                request,
-                drafter,
-                verifier,
+                request=request,
+                drafter=drafter,
+                verifier=verifier,
                 planner=served.planner,
                 ledger=call.ledger,
                 tracer=self._tracer,
                 trace_detail=self.config.trace_detail,
                 parent=call.span,
-                turns=served.turns(drafter, verifier),
+                turns=served.closing(drafter, verifier),
             )
             session = Session(
-                request,
+                request=request,
+                drafter=drafter,
                 tokenizer=self._tokenizer,
                 credit=reader.credit,
                 ledger=call.ledger,
                 totals=self.totals.tally,
             )
-            call.begin(session, request.num_prompt_tokens, lambda: drafter.unavailable)
+            call.begin(session)
 
             def take() -> generation_pb2.GenerateResponse:
                 response = session.take()
@@ -230,7 +216,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         reader.send(take)
                         if session.ended:
                             break
-            completion = session.completion(drafter.unavailable)
+            completion = session.completion()
         served.send(generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion)))
         call.ledger.switch(Stage.CLIENT_CREDIT)
 
@@ -241,12 +227,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             return
         with contextlib.closing(self._remote_verifier(scoring(request), served)) as verifier:
             scores = PromptScores(
-                request,
-                verifier,
+                request=request,
+                verifier=verifier,
                 tokenizer=self._tokenizer,
                 ledger=call.ledger,
                 parent=call.span,
-                turns=served.turns(verifier),
+                turns=served.closing(verifier),
             )
             async with contextlib.aclosing(scores.messages()) as messages:
                 async for message in messages:
@@ -262,9 +248,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         num_draft_tokens = request.num_draft_tokens if drafts.has_any else 0
         with contextlib.closing(targets), contextlib.closing(drafts):
             search = BeamGeneration(
-                request,
-                drafts,
-                targets,
+                request=request,
+                drafts=drafts,
+                targets=targets,
                 planner=BeamPlanner(
                     num_draft_tokens,
                     request.max_depth,
@@ -274,17 +260,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ledger=call.ledger,
                 tracer=self._tracer,
                 parent=call.span,
-                turns=served.turns(drafts, targets),
+                turns=served.closing(drafts, targets),
             )
             answer = BeamAnswer(
-                request, tokenizer=self._tokenizer, ledger=call.ledger, totals=self.totals.tally
+                request=request,
+                drafts=drafts,
+                tokenizer=self._tokenizer,
+                ledger=call.ledger,
+                totals=self.totals.tally,
             )
-            call.begin(answer, request.num_prompt_tokens, lambda: drafts.unavailable)
+            call.begin(answer)
             async with contextlib.aclosing(search.rounds()) as rounds:
                 async for done in rounds:
                     answer.add(done)
             first = answer.finish(search.finished)
-            completion = answer.completion(drafts.unavailable)
+            completion = answer.completion()
         num_sent = len(first.chunk.tokens)
         reader.credit.spend(num_emitted=num_sent, num_sent=num_sent)
         call.count(num_sent)
@@ -344,20 +334,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     def _planner(self, checked: CheckedRequest) -> Planner:
-        num_draft_tokens = checked.num_draft_tokens
-        if checked.draft.uses_own:
-            has_trees = self.verify.info.trees
-            return _planner_of(self._own_choice, checked, num_draft_tokens, has_trees=has_trees)
-        of_model = num_draft_tokens if checked.draft.uses_model else 0
+        draft, num_draft_tokens = checked.draft, checked.num_draft_tokens
+        choice, drafting = self._choice, self.draft.info
+        if draft.uses_own:
+            choice, drafting = self._own_choice, self.verify.info
+        elif checked.num_chains > 1:
+            choice, drafting = self._kseq_choice, None
+        planner = planner_of(
+            choice,
+            num_draft_tokens if draft.uses_own or draft.uses_model else 0,
+            checked.max_depth,
+            has_trees=drafting is not None and drafting.trees,
+            why_plain=checked.why_plain,
+        )
         if checked.num_chains > 1:
-            one = _planner_of(self._kseq_choice, checked, of_model, has_trees=False)
-            planner: Planner = SeveralChains(one, checked.num_chains)
-        else:
-            has_trees = self.draft.info is not None and self.draft.info.trees
-            planner = _planner_of(self._choice, checked, of_model, has_trees=has_trees)
-        if not checked.draft.uses_text:
+            planner = SeveralChains(planner, checked.num_chains)
+        if not draft.uses_text:
             return planner
-        most = self.texts.config(checked.draft.method).num_speculative_tokens
+        most = self.texts.config(draft.method).num_speculative_tokens
         return WithText(planner, most if num_draft_tokens is None else num_draft_tokens)
 
     async def GetModelInfo(  # noqa: N802
@@ -399,7 +393,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             verify_replicas=map(_replica_status, self.verify.replicas),
             draft_replicas=map(_replica_status, self.draft.replicas),
             by_source=[
-                generation_pb2.SourceTotals(**asdict(each)) for each in self.totals.tally.by_source.values()
+                generation_pb2.SourceTotals(**asdict(each))
+                for each in self.totals.tally.speculation().by_source
             ],
             ways=map(_way_status, self.choice.compared()),
             num_workers=self.config.workers,
@@ -412,46 +407,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
-    """When the rounds of a generation may start; see `generation.Turns`."""
-
-    reader: CreditReader
-    slot: AdmissionSlot
-    ledger: Ledger
-    peers: tuple[Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier], ...]
-
-    @property
-    def may_start(self) -> bool:
-        return self.reader.is_ready
-
-    async def wait(self) -> None:
-        """A long wait is without the slot, and without sequences at the peers: their caches keep what was
-        computed as known prefixes, as long as there is room.
-
-        Raises:
-            StreamIdleError: the client took nothing for too long.
-            Exception: any other reason to end the generation.
-        """
-        self.ledger.switch(Stage.CLIENT_CREDIT)
-        try:
-            async with asyncio.timeout(_PAUSE_AFTER_S):
-                await self.reader.ready()
-        except TimeoutError:
-            for peer in self.peers:
-                peer.close()
-            async with self.slot.released():
-                await self.reader.ready()
-                self.ledger.switch(Stage.ADMISSION)
-        self.ledger.switch(Stage.COORDINATOR)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Served:
-    """A request that has its slot, and its client.
+    """A request that has its slot, and its client. Says when its rounds may start, as a `generation.Turns`.
 
     Attributes:
         remaining_s: until its deadline; None without one.
+        peers: whose sequences are closed during a long wait.
     """
 
     request: GenerationRequest
@@ -460,14 +422,37 @@ class _Served:
     slot: AdmissionSlot
     remaining_s: Callable[[], float | None]
     call: CallRecord
+    peers: tuple[Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier], ...] = ()
 
-    def turns(self, *peers: Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier]) -> _Turns:
-        """When its rounds may start; meanwhile these peers' sequences may be closed."""
-        return _Turns(self.reader, self.slot, self.call.ledger, peers)
+    def closing(self, *peers: Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier]) -> _Served:
+        """This one, with these peers."""
+        self.peers = peers
+        return self
 
     def send(self, message: generation_pb2.GenerateResponse) -> None:
         """Write a message that is ready, after those before it."""
         self.reader.send(lambda: message)
+
+    @property
+    def may_start(self) -> bool:
+        return self.reader.is_ready
+
+    async def wait(self) -> None:
+        """A long wait is without the slot, and without sequences at the peers: their caches keep what was
+        computed as known prefixes, as long as there is room. Errors as for `CreditReader.ready`.
+        """
+        ledger = self.call.ledger
+        ledger.switch(Stage.CLIENT_CREDIT)
+        try:
+            async with asyncio.timeout(_PAUSE_AFTER_S):
+                await self.reader.ready()
+        except TimeoutError:
+            for peer in self.peers:
+                peer.close()
+            async with self.slot.released():
+                await self.reader.ready()
+                ledger.switch(Stage.ADMISSION)
+        ledger.switch(Stage.COORDINATOR)
 
 
 @contextlib.asynccontextmanager
@@ -490,24 +475,20 @@ async def acknowledged(
         receiving.cancel()
 
 
-def _planner_of(
-    choice: SharedChoice, checked: CheckedRequest, num_draft_tokens: int | None, *, has_trees: bool
-) -> Planner:
-    if num_draft_tokens == 0:
-        return FixedLength(0, choice, why_plain=checked.why_plain)
-    return planner_of(choice, num_draft_tokens, checked.max_depth, has_trees=has_trees)
-
-
 def planner_of(
-    choice: SharedChoice, num_draft_tokens: int | None, max_depth: int | None, *, has_trees: bool
+    choice: SharedChoice,
+    num_draft_tokens: int | None,
+    max_depth: int | None,
+    *,
+    has_trees: bool,
+    why_plain: str = "",
 ) -> Planner:
     """Of a draft model, or of a target that drafts for itself."""
+    if num_draft_tokens == 0:
+        return FixedLength(0, choice, why_plain=why_plain)
     if num_draft_tokens is None and not max_depth:
         return AdaptiveLength(choice, has_trees=has_trees and max_depth is None)
-    if max_depth:
-        num_nodes = DEFAULT_TREE_NODES if num_draft_tokens is None else num_draft_tokens
-        return FixedLength(num_nodes, choice, max_depth)
-    return FixedLength(num_draft_tokens or 0, choice)
+    return FixedLength(num_draft_tokens or DEFAULT_TREE_NODES, choice, max_depth or 0)
 
 
 def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from coordinator.credit import Credit
-from coordinator.generation import Round
+from coordinator.generation import Drafter, Round
 from coordinator.ledger import Ledger
+from coordinator.reader import Credit
 from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
 from coordinator.text import TextAssembler
@@ -22,6 +23,7 @@ _Item = dict[str, Any]
 """A token without its text, see `OpenChunk.item`."""
 
 
+@dataclass(kw_only=True)
 class Session:
     """Turns the rounds of a generation into chunks, and ends it at the first stop condition.
 
@@ -31,31 +33,26 @@ class Session:
     Tokens that an earlier stream generated pass through the same text machinery without being sent: a stop
     string or a character may span the resume point.
 
+    Attributes:
+        totals: of all generations; its rounds are counted there too, as they end.
+
     Raises:
         InvalidRequestError: generated tokens follow the end of the generation.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        tokenizer: Tokenizer | None,
-        credit: Credit,
-        ledger: Ledger,
-        totals: Tally,
-    ) -> None:
-        """Args:
-        totals: of all generations; its rounds are counted there too, as they end.
-        """
-        params = request.params
-        self._request = request
-        self._tokenizer = tokenizer
-        self._credit = credit
-        self._ledger = ledger
+    request: GenerationRequest
+    drafter: Drafter
+    tokenizer: Tokenizer | None
+    credit: Credit
+    ledger: Ledger
+    totals: Tally
+
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
         self._end_ids = request.end_ids
         before = request.target.decoded(request.prompt_token_ids)
         self._text = TextAssembler[_Item](
-            tokenizer,
+            self.tokenizer,
             before,
             params.stop,
             min_tokens=params.min_tokens,
@@ -68,21 +65,21 @@ class Session:
         self._latest: Round | None = None
         self._num_emitted = self._num_given = self._num_taken = 0
         self._stop_reason: str | int | None = None
-        self._tally, self._totals = Tally(), totals
+        self._tally = Tally()
         self._replay(request.generated_token_ids)
 
     @property
     def ended(self) -> bool:
         """Whether it has reached a stop condition."""
-        return self._stop_reason is not None or self._num_emitted == self._request.params.max_tokens
+        return self._stop_reason is not None or self._num_emitted == self.request.params.max_tokens
 
     def add(self, done: Round) -> None:
         """The next round. Where it cannot end the generation, its text is left to `take`."""
         if self._num_emitted == self._num_given:
-            self._ledger.emit_first_token()
+            self.ledger.emit_first_token()
         token_ids = done.token_ids
         self._num_emitted += len(token_ids)
-        self._credit.spend(num_emitted=len(token_ids), num_sent=len(token_ids))
+        self.credit.spend(num_emitted=len(token_ids), num_sent=len(token_ids))
         self._rounds.append(done)
         is_last = self._num_emitted >= self._max_tokens or not self._end_ids.isdisjoint(token_ids)
         if is_last or self._has_stop_strings:
@@ -96,7 +93,7 @@ class Session:
         self._assemble()
         held = self._text.waiting(self._num_emitted - self._num_taken)
         self._num_taken = self._num_emitted
-        if not self._request.report_progress or self._latest is None:
+        if not self.request.report_progress or self._latest is None:
             return self._chunk.take(held)
         drafted = self._latest.proposal
         tree = DraftTree(
@@ -106,7 +103,7 @@ class Session:
             parents=tuple(drafted.parents),
             path=tuple(self._latest.outcome.path),
         )
-        return self._chunk.take(held, self._tally.speculation(), self._ledger.timing(), tree)
+        return self._chunk.take(held, self._tally.speculation(), self.ledger.timing(), tree)
 
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Process the tokens of an earlier stream, which sent those whose text was certain."""
@@ -122,16 +119,16 @@ class Session:
             num_released += len(self._text.finish())
         self._chunk.skip(num_released)
         self._num_given = self._num_taken = self._num_emitted
-        self._credit.spend(num_emitted=len(token_ids) - num_released, num_sent=0)
+        self.credit.spend(num_emitted=len(token_ids) - num_released, num_sent=0)
 
-    def completion(self, draft_unavailable: str) -> Completion:
+    def completion(self) -> Completion:
         """The generation so far; at its end, what the last message of the stream says."""
         stopped = self._stop_reason is not None
         return completed(
-            self._request,
+            self.request,
             self._tally,
-            self._ledger,
-            draft_unavailable,
+            self.ledger,
+            self.drafter.unavailable,
             num_tokens=self._chunk.num_tokens,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             stop_reason=self._stop_reason,
@@ -143,7 +140,7 @@ class Session:
         for done in self._rounds:
             num_emitted += len(done.token_ids)
             self._tally.add(done)
-            self._totals.add(done)
+            self.totals.add(done)
             self._add_tokens(done)
             for token_id in done.rejected:
                 self._chunk.reject(token_id, done.proposal.source, self._decode(token_id))
@@ -152,13 +149,13 @@ class Session:
         if self.ended:
             for item, text in self._text.finish():
                 self._chunk.add(item, text)
-        self._credit.spend(num_sent=self._chunk.num_tokens - num_before - num_emitted)
+        self.credit.spend(num_sent=self._chunk.num_tokens - num_before - num_emitted)
 
     def _add_tokens(self, done: Round) -> None:
         """Add a round's tokens, up to the one that ends the generation, as far as their text is certain."""
         last_fate, chunk, source, logprobs = done.last_fate, self._chunk, done.proposal.source, done.logprobs
         token_ids = done.token_ids
-        if self._tokenizer is None and not logprobs and self._end_ids.isdisjoint(token_ids):
+        if self.tokenizer is None and not logprobs and self._end_ids.isdisjoint(token_ids):
             chunk.add_round(token_ids, last_fate, source)
             return
         last = len(token_ids) - 1
@@ -183,7 +180,7 @@ class Session:
         return certain
 
     def _decode(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id]) if self._tokenizer else ""
+        return self.tokenizer.decode([token_id]) if self.tokenizer else ""
 
 
 def completed(

@@ -5,8 +5,6 @@ What is counted is how often each kind of round occurred; all sums are made when
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from coordinator.generation import Round
 from specwire.completion import SourceCounts, Speculation
 
@@ -43,67 +41,31 @@ class Tally:
         elif done.why_plain:
             self.latest_reason = done.why_plain
 
-    @property
-    def num_drafts(self) -> int:
-        """Rounds with draft tokens."""
-        return sum(self._kinds.values())
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Draft tokens verified."""
-        return sum(num_drafted * count for (_, num_drafted, _, _), count in self._kinds.items())
-
-    @property
-    def num_accepted(self) -> int:
-        """Draft tokens accepted."""
-        return sum(num_accepted * count for (_, _, _, num_accepted), count in self._kinds.items())
-
-    @property
-    def drafted_per_position(self) -> list[int]:
-        """Rounds that had a draft token at a position; in a tree, at a depth."""
-        return self._per_position((num_steps, count) for (_, _, num_steps, _), count in self._kinds.items())
-
-    @property
-    def accepted_per_position(self) -> list[int]:
-        """Rounds that accepted the draft token at a position; in a tree, at a depth."""
-        return self._per_position((accepted, count) for (_, _, _, accepted), count in self._kinds.items())
-
-    def _per_position(self, rounds: Iterable[tuple[int, int]]) -> list[int]:
-        """Of kinds of rounds by how many positions each had, and how many rounds there were."""
-        counts = [0] * self._num_positions
-        for num_positions, count in rounds:
-            for position in range(num_positions):
-                counts[position] += count
-        return counts
-
-    @property
-    def by_source(self) -> dict[str, SourceCounts]:
-        """Counts of the proposals of each source, in the order of their first."""
-        found: dict[str, SourceCounts] = {}
-        for (source, num_drafted, _, num_accepted), count in self._kinds.items():
-            before = found.get(source) or SourceCounts(source=source)
-            found[source] = before.plus(count * num_drafted, count * num_accepted, count)
-        return found
-
     def speculation(self, draft_unavailable: str = "") -> Speculation:
-        """The counts so far."""
-        histogram = [0] * (self._num_positions + 1 if self._kinds else 0)
-        for (_, _, _, num_accepted), count in self._kinds.items():
+        """The counts so far; in a tree, a position is a depth."""
+        num_positions = max((num_steps for _, _, num_steps, _ in self._kinds), default=0)
+        drafted, accepted = [0] * num_positions, [0] * num_positions
+        histogram = [0] * (num_positions + 1 if self._kinds else 0)
+        by_source: dict[str, SourceCounts] = {}
+        for (source, num_drafted, num_steps, num_accepted), count in self._kinds.items():
+            for position in range(num_steps):
+                drafted[position] += count
+            for position in range(num_accepted):
+                accepted[position] += count
             histogram[num_accepted] += count
+            before = by_source.get(source) or SourceCounts(source=source)
+            by_source[source] = before.plus(count * num_drafted, count * num_accepted, count)
+        num_all_accepted = sum(each.num_accepted_tokens for each in by_source.values())
         return Speculation(
             num_rounds=self.num_rounds,
-            num_tokens=self.num_rounds + self.num_accepted - self.num_cut,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted,
+            num_tokens=self.num_rounds + num_all_accepted - self.num_cut,
+            num_draft_tokens=sum(each.num_draft_tokens for each in by_source.values()),
+            num_accepted_tokens=num_all_accepted,
             acceptance_histogram=tuple(histogram),
-            drafted_per_position=tuple(self.drafted_per_position),
-            accepted_per_position=tuple(self.accepted_per_position),
+            drafted_per_position=tuple(drafted),
+            accepted_per_position=tuple(accepted),
             draft_unavailable=draft_unavailable,
             num_prepared=self.num_prepared,
-            by_source=tuple(self.by_source.values()),
-            why_plain=self.latest_reason if 2 * self.num_drafts < self.num_rounds else "",
+            by_source=tuple(by_source.values()),
+            why_plain=self.latest_reason if 2 * sum(histogram) < self.num_rounds else "",
         )
-
-    @property
-    def _num_positions(self) -> int:
-        return max((num_steps for _, _, num_steps, _ in self._kinds), default=0)

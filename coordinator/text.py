@@ -123,36 +123,6 @@ class IncrementalDetokenizer:
             self._num_emitted = len(text) - num_waiting
 
 
-class _Progress:
-    """How much of one stop string the text ends with (Knuth, Morris and Pratt)."""
-
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-        self.matched = 0
-        # [i]: length of the longest proper prefix of the pattern that ends pattern[: i + 1].
-        self._fallback = table = [0] * len(pattern)
-        matched = 0
-        for i in range(1, len(pattern)):
-            while matched and pattern[i] != pattern[matched]:
-                matched = table[matched - 1]
-            matched += pattern[i] == pattern[matched]
-            table[i] = matched
-
-    @property
-    def num_open(self) -> int:
-        """Latest characters that may be the beginning of a match."""
-        return self._fallback[-1] if self.matched == len(self.pattern) else self.matched
-
-    def step(self, char: str) -> bool:
-        """Advance by one character; True when it completes the stop string."""
-        if self.matched == len(self.pattern):  # an earlier match did not count
-            self.matched = self._fallback[-1]
-        while self.matched and char != self.pattern[self.matched]:
-            self.matched = self._fallback[self.matched - 1]
-        self.matched += char == self.pattern[self.matched]
-        return self.matched == len(self.pattern)
-
-
 class StopMatcher:
     """Finds the stop string that ends first, and holds back text that may be the beginning of one.
 
@@ -164,35 +134,41 @@ class StopMatcher:
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
-        self._progress = [_Progress(pattern) for pattern in stop_strings]
+        self._stop_strings = tuple(stop_strings)
         self._held = ""
         self.stopped_by: str | None = None
 
     def add(self, text: str, *, may_stop: bool = True) -> str:
         """Append text; returns what certainly precedes any stop string. After a match that is nothing.
 
-        Args:
-            may_stop: whether a stop string that ends in this text counts.
+        Unless it `may_stop`, a stop string that ends in this text does not count.
         """
         if self.stopped_by is not None:
             return ""
-        for end, char in enumerate(text, start=1):
-            found = [progress.pattern for progress in self._progress if progress.step(char)]
-            if found and may_stop:
-                self.stopped_by = max(found, key=len)
-                return self._take(text[:end], len(self.stopped_by), hold=False)
-        return self._take(text, max((progress.num_open for progress in self._progress), default=0))
+        num_held, text = len(self._held), self._held + text
+        ends = []
+        for stop in self._stop_strings if may_stop else ():
+            start = text.find(stop, max(0, num_held - len(stop) + 1))  # what ended before did not count
+            if start >= 0:
+                ends.append((start + len(stop), -len(stop), stop))
+        if ends:
+            end, _, self.stopped_by = min(ends)
+            self._held = ""
+            return text[: end - len(self.stopped_by)]
+        split = len(text) - max((_num_open(text, stop) for stop in self._stop_strings), default=0)
+        self._held = text[split:]
+        return text[:split]
 
     def flush(self) -> str:
         """At the end of the output: the text held back, which did not become a stop string."""
         text, self._held = self._held, ""
         return text
 
-    def _take(self, text: str, num_kept: int, hold: bool = True) -> str:
-        text = self._held + text
-        split = len(text) - num_kept
-        self._held = text[split:] if hold else ""
-        return text[:split]
+
+def _num_open(text: str, stop: str) -> int:
+    """Latest characters of the text that may be the beginning of a stop string."""
+    longest = min(len(stop) - 1, len(text))
+    return next((num for num in range(longest, 0, -1) if text.endswith(stop[:num])), 0)
 
 
 Item = TypeVar("Item")
@@ -218,9 +194,7 @@ class TextAssembler(Generic[Item]):
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Args:
-        min_tokens: a stop string that ends in the text of the first so many tokens does not count.
-        """
+        """A stop string that ends in the text of the first `min_tokens` tokens does not count."""
         self._has_text = tokenizer is not None
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens

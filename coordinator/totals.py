@@ -1,4 +1,5 @@
-"""Counts over the requests of a coordinator, and a log line for each, without text or a client's name.
+"""Counts over the requests of a coordinator; of each, what its log line and its span say, without text or a
+client's name.
 
 Tokens, rounds and stages are counted as they happen, and a request when it has ended, successfully or not.
 """
@@ -12,16 +13,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import grpc.aio
 
-from coordinator import spans
+from coordinator.beams.answer import BeamAnswer
 from coordinator.ledger import Ledger
+from coordinator.requests import CheckedRequest
+from coordinator.session import Session
 from coordinator.tally import Tally
 from specwire import clock, errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
-from specwire.telemetry import logs
+from specwire.telemetry import logs, tracing
 from specwire.telemetry import semantics as names
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.semantics import stage_attribute
@@ -48,24 +50,12 @@ _LOGGED_MS = 0.05
 """Shorter stages are left out of the log line, where they would be 0.0."""
 
 
-class CountedGeneration(Protocol):
-    """A generation that has begun, such as a `session.Session`."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has reached a stop condition."""
-
-    def completion(self, draft_unavailable: str) -> Completion:
-        """The generation so far."""
-
-
 @dataclass
 class CallRecord:
     """One call of Generate; its servicer fills in the generation when that begins.
 
     Attributes:
         ledger: its stages since it arrived.
-        draft_unavailable: why the draft was not there for a part of it; called at the end.
         span: from the arrival to the end.
         request_id: the client's own; empty without one.
         generation: None until it begins.
@@ -77,23 +67,15 @@ class CallRecord:
     ledger: Ledger
     span: Span = NO_SPAN
     request_id: str = ""
-    generation: CountedGeneration | None = None
-    draft_unavailable: Callable[[], str] = str
+    generation: Session | BeamAnswer | None = None
     status: str = OK
     refused: dict[str, str] = field(default_factory=dict)
     _last_chunk_s: float | None = None
 
-    @property
-    def done(self) -> Completion | None:
-        """The generation so far; None if it has not begun."""
-        return self.generation.completion(self.draft_unavailable()) if self.generation else None
-
-    def begin(
-        self, generation: CountedGeneration, prompt_len: int, draft_unavailable: Callable[[], str]
-    ) -> None:
+    def begin(self, generation: Session | BeamAnswer) -> None:
         """The call has been admitted, and this is its generation."""
-        self.generation, self.draft_unavailable = generation, draft_unavailable
-        self.totals.prompt_tokens += prompt_len
+        self.generation = generation
+        self.totals.prompt_tokens += generation.request.num_prompt_tokens
 
     def count(self, num_tokens: int) -> None:
         """A message with so many tokens is sent."""
@@ -132,7 +114,7 @@ class Totals:
         self.prompt_tokens = self.output_tokens = self.without_draft = 0
         self.tally = Tally()
         self._ledgers: set[Ledger] = set()
-        self._ended_ns = dict.fromkeys(Stage, 0)
+        self._ended_ns = Counter(dict.fromkeys(Stage, 0))
         self.duration_s: dict[tuple[str, ...], HistogramData] = defaultdict(
             partial(HistogramData, _DURATION_BOUNDS)
         )
@@ -162,26 +144,24 @@ class Totals:
                 call.span.fail(call.status, str(error))
             raise
         finally:
-            _end(call)
+            call.ledger.close()
+            done, timing = call.generation.completion() if call.generation else None, call.ledger.timing()
+            self._end(call, done, timing)
+            _report(call, done, timing)
 
     @property
     def stage_ns(self) -> dict[Stage, int]:
         """By stage, of all requests: those that run count up to the latest moment that is charged."""
         total_ns = self._ended_ns.copy()
         for ledger in self._ledgers:
-            _add(total_ns, ledger)
+            total_ns.update(ledger.spent_ns)
         return total_ns
 
-    def end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
-        """A request has ended.
-
-        Args:
-            done: its generation; None if that never began.
-            timing: until now.
-        """
+    def _end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
+        """Count a request that has ended; `done` is None if its generation never began."""
         status = call.status
         self._ledgers.discard(call.ledger)
-        _add(self._ended_ns, call.ledger)
+        self._ended_ns.update(call.ledger.spent_ns)
         self.requests[status, done.finish_reason.value if done and status == OK else ""] += 1
         self.duration_s[status,].add(timing.total_ms / 1e3, trace_id=call.span.trace_id)
         for stage, spent_ms in timing.stages.items():
@@ -194,11 +174,6 @@ class Totals:
         if status == OK and num_tokens > 1:
             after_first_s = (done.timing.total_ms - done.timing.time_to_first_token_ms) / 1e3
             self.per_token_s.add(after_first_s / (num_tokens - 1))
-
-
-def _add(total_ns: dict[Stage, int], ledger: Ledger) -> None:
-    for stage, spent_ns in ledger.spent_ns.items():
-        total_ns[stage] += spent_ns
 
 
 def status_of(error: BaseException) -> str:
@@ -222,15 +197,13 @@ def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float |
     return DEADLINE_EXCEEDED if has_passed else CANCELLED
 
 
-def _end(call: CallRecord) -> None:
-    call.ledger.close()
-    done, timing = call.done, call.ledger.timing()
-    call.totals.end(call, done, timing)
+def _report(call: CallRecord, done: Completion | None, timing: Timing) -> None:
+    """On its span, and in the log."""
     # Every stage that took any time; they add up to the span's duration.
     stages = {stage_attribute(stage): spent_ms for stage, spent_ms in timing.stages.items() if spent_ms}
     call.span.set({**stages, names.AHEAD_MS: timing.ahead_ms})
     if done is not None:
-        call.span.set(spans.of_generation(done, has_ended=call.status == OK))
+        call.span.set(of_generation(done, has_ended=call.status == OK))
     call.span.end(clock.epoch_ns(call.ledger.closed_ns))
     if log.isEnabledFor(logging.INFO):
         ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
@@ -255,4 +228,50 @@ def _facts(status: str, done: Completion | None, timing: Timing) -> dict[str, ob
         "draft_tokens": done.speculation.num_draft_tokens,
         "accepted_tokens": done.speculation.num_accepted_tokens,
         "prepared": done.speculation.num_prepared,
+    }
+
+
+# --- attributes of spans ------------------------------------------------------------------------------
+
+CALL: tracing.Attributes = {
+    names.RPC_SYSTEM_NAME: names.GRPC,
+    names.RPC_METHOD: "specwire.v1.GenerationService/Generate",
+    names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+}
+"""Known when a call arrives."""
+
+
+def of_request(checked: CheckedRequest, model: str) -> tracing.Attributes:
+    """Of a request that is valid."""
+    params, is_chat = checked.params, checked.message.HasField("messages")
+    return {
+        names.GEN_AI_OPERATION_NAME: names.OPERATION_CHAT if is_chat else names.OPERATION_TEXT_COMPLETION,
+        names.GEN_AI_REQUEST_MODEL: model,
+        names.GEN_AI_REQUEST_MAX_TOKENS: params.max_tokens,
+        names.GEN_AI_REQUEST_TEMPERATURE: params.temperature,
+        names.GEN_AI_REQUEST_TOP_K: params.top_k or None,
+        names.GEN_AI_REQUEST_TOP_P: params.top_p,
+        names.GEN_AI_REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
+        names.GEN_AI_REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
+        names.GEN_AI_REQUEST_SEED: params.seed if checked.message.sampling.HasField("seed") else None,
+        names.RULE: params.rule,
+    }
+
+
+def of_generation(done: Completion, *, has_ended: bool) -> tracing.Attributes:
+    """As far as it came."""
+    speculation = done.speculation
+    first_ms = done.timing.time_to_first_token_ms
+    return {
+        names.GEN_AI_RESPONSE_MODEL: done.model,
+        names.GEN_AI_RESPONSE_FINISH_REASONS: [done.finish_reason.value] if has_ended else None,
+        names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: first_ms / 1e3 if first_ms else None,
+        names.GEN_AI_USAGE_INPUT_TOKENS: done.usage.prompt_tokens,
+        names.GEN_AI_USAGE_OUTPUT_TOKENS: done.usage.completion_tokens,
+        names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: done.usage.cached_tokens,
+        names.NUM_ROUNDS: speculation.num_rounds,
+        names.NUM_DRAFT_TOKENS: speculation.num_draft_tokens,
+        names.NUM_ACCEPTED_TOKENS: speculation.num_accepted_tokens,
+        names.NUM_PREPARED: speculation.num_prepared,
+        names.DRAFT_AVAILABLE: not speculation.draft_unavailable,
     }

@@ -54,7 +54,9 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
             service = pairing.described(service, shared)
         group = engine_metrics.group(service, "draft")
         learnt = Group(learning.TABLE, lambda: learner.learning if learner else Learning(), group.fixed)
-        await stack.enter_async_context(endpoint.serving(config, [group, learnt], tracer, "draft"))
+        await stack.enter_async_context(
+            endpoint.serving(config.metrics_address, [group, learnt], tracer, "draft", config.metrics_names)
+        )
         server = Server(config, [draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name])
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         draft_pb2_grpc.add_DraftServiceServicer_to_server(

@@ -50,7 +50,9 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
         elif service.info.grammars:
             decider.drafts = ForcedDrafts()
         group = engine_metrics.group(service, "verify")
-        await stack.enter_async_context(endpoint.serving(config, [group], tracer, "verify"))
+        await stack.enter_async_context(
+            endpoint.serving(config.metrics_address, [group], tracer, "verify", config.metrics_names)
+        )
         stack.push_async_callback(server.stop)  # metrics can be read until the last request has ended
         await server.loaded()
         await stack.enter_async_context(service.watched(server.set_serving))

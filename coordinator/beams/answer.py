@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
+from coordinator.beams.followers import BeamDrafts
 from coordinator.generation import Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
@@ -19,20 +21,21 @@ from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
 
 
+@dataclass(kw_only=True)
 class BeamAnswer:
-    """The answer of one search; see `totals.CountedGeneration`."""
+    """The answer of one search; what a `Session` is to a generation.
 
-    def __init__(
-        self, request: GenerationRequest, *, tokenizer: Tokenizer | None, ledger: Ledger, totals: Tally
-    ) -> None:
-        """Args:
+    Attributes:
         totals: of all generations; its passes are counted there too.
-        """
-        self._request = request
-        self._tokenizer = tokenizer
-        self._ledger = ledger
-        self._tally, self._totals = Tally(), totals
-        self._hypotheses: tuple[Hypothesis, ...] = ()
+    """
+
+    request: GenerationRequest
+    drafts: BeamDrafts
+    tokenizer: Tokenizer | None
+    ledger: Ledger
+    totals: Tally
+    _tally: Tally = field(init=False, default_factory=Tally)
+    _hypotheses: tuple[Hypothesis, ...] = field(init=False, default=())
 
     @property
     def ended(self) -> bool:
@@ -42,7 +45,7 @@ class BeamAnswer:
     def add(self, done: Round) -> None:
         """Count a round."""
         self._tally.add(done)
-        self._totals.add(done)
+        self.totals.add(done)
 
     def finish(self, found: Sequence[Scored]) -> generation_pb2.GenerateResponse:
         """The search has ended.
@@ -53,13 +56,13 @@ class BeamAnswer:
         Returns:
             A chunk with the best one.
         """
-        self._ledger.emit_first_token()
+        self.ledger.emit_first_token()
         pieces: list[list[str]] = []
         hypotheses = []
-        for each in found[: self._request.params.num_return_sequences]:
+        for each in found[: self.request.params.num_return_sequences]:
             token_ids = each.beam.tokens()
             pieces.append(self._text(token_ids))
-            stops = token_ids[-1] in self._request.end_ids
+            stops = token_ids[-1] in self.request.end_ids
             hypotheses.append(
                 Hypothesis(
                     text="".join(pieces[-1]),
@@ -70,23 +73,23 @@ class BeamAnswer:
                 )
             )
         self._hypotheses = tuple(hypotheses)
-        chunk = client_wire.OpenChunk(self._request.resume_info)
+        chunk = client_wire.OpenChunk(self.request.resume_info)
         # A resumed search begins again, with the same result.
-        num_given = len(self._request.generated_token_ids)
+        num_given = len(self.request.generated_token_ids)
         chunk.skip(num_given)
         best = zip(self._hypotheses[0].token_ids, pieces[0], strict=True)
         for token_id, text in islice(best, num_given, None):
             chunk.add(chunk.item(token_id, Fate.BONUS, "", None), text)
         return chunk.take(())
 
-    def completion(self, draft_unavailable: str) -> Completion:
+    def completion(self) -> Completion:
         """As of a `Session`; the token counts are those of all texts."""
         best = self._hypotheses[0] if self._hypotheses else None
         return completed(
-            self._request,
+            self.request,
             self._tally,
-            self._ledger,
-            draft_unavailable,
+            self.ledger,
+            self.drafts.unavailable,
             num_tokens=sum(len(each.token_ids) for each in self._hypotheses),
             finish_reason=best.finish_reason if best else FinishReason.LENGTH,
             stop_reason=best.stop_reason if best else None,
@@ -95,11 +98,11 @@ class BeamAnswer:
 
     def _text(self, token_ids: Sequence[int]) -> list[str]:
         """What each token adds to the text."""
-        before = self._request.target.decoded(self._request.prompt_token_ids)
-        skips = self._request.params.skip_special_tokens
-        assembler = TextAssembler[int](self._tokenizer, before, (), skip_special_tokens=skips)
+        before = self.request.target.decoded(self.request.prompt_token_ids)
+        skips = self.request.params.skip_special_tokens
+        assembler = TextAssembler[int](self.tokenizer, before, (), skip_special_tokens=skips)
         released: list[tuple[int, str]] = []
         for i, token_id in enumerate(token_ids):
-            released += assembler.add(token_id, i, silent=token_id in self._request.end_ids)
+            released += assembler.add(token_id, i, silent=token_id in self.request.end_ids)
         released += assembler.finish()
         return [text for _, text in released]

@@ -97,10 +97,7 @@ class BeamDrafts:
     """The draft of one search: each live beam is followed by a sequence."""
 
     def __init__(self, sequences: Sequence[Slot], prompt: Sequence[int]) -> None:
-        """Args:
-        sequences: one for each beam; none for plain rounds.
-        prompt: what all beams follow.
-        """
+        """As `Followers`; no sequences for plain rounds."""
         self._followers = Followers(sequences, prompt)
         self._prompt_len = len(prompt)
 

@@ -95,11 +95,7 @@ class SharedBeamCosts:
         self._passes.add((num_tokens, size.num_trees), max(1, pass_ns))
 
     def add_drafts(self, size: Size, plan: Plan, num_known: int, wall_ns: int) -> None:
-        """What was drafted in a round after each beam, as the plan says, took so long.
-
-        Args:
-            num_known: as of `prefers_drafts`, before the round.
-        """
+        """What was drafted in a round after each beam, as the plan says, took so long."""
         num_drafted = size.num_beams * plan.num_draft_tokens
         num_missing = size.num_beams * (size.length - num_known)
         if num_known:
@@ -167,11 +163,7 @@ class BeamPlanner:
         self._num_known = 0  # tokens of each beam that the draft was sent
 
     def plan(self, size: Size, room: int) -> Plan:
-        """For the next round.
-
-        Args:
-            room: draft tokens of each beam.
-        """
+        """For the next round, with room for so many draft tokens of each beam."""
         self._size, self._plan = size, self._shape(min(self._num_tokens, room), size.num_left - 1)
         if self._plan.num_draft_tokens and not self._is_fixed and not self._pays(size):
             self._plan = Plan(0, why_plain=_DOES_NOT_PAY)

@@ -10,11 +10,12 @@ and never its result. Knows no grpc, no text, and no clock but a stopwatch.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.beams.followers import BeamDrafts, Followers, Rewindable, together
 from coordinator.beams.planning import BeamPlanner, Size
-from coordinator.beams.trees import BeamTree, drafts_of, packed
+from coordinator.beams.trees import BeamTree, packed, proposal_of
 from coordinator.cost import Cost
 from coordinator.generation import Plan, Round, Turns, Verifier
 from coordinator.ledger import Ledger
@@ -35,44 +36,33 @@ class Target(Rewindable, Verifier, Protocol):
     """The target's side, such as `peers.verifier.RemoteVerifier`."""
 
 
+@dataclass(kw_only=True)
 class BeamGeneration:
     """One search.
 
     Attributes:
-        finished: the texts found, best score first, once the rounds have ended.
+        targets: one for each beam; as many are used as live beams are run in trees.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        drafts: BeamDrafts,
-        targets: Followers[Target],
-        *,
-        planner: BeamPlanner,
-        ledger: Ledger,
-        tracer: tracing.Tracing,
-        parent: tracing.Span,
-        turns: Turns,
-    ) -> None:
-        """Args:
-        targets: one for each beam; as many are used as live beams are run in trees.
-        """
-        assert request.beam_rules is not None
-        self._prompt = list(request.prompt_token_ids)
-        self._rules = request.beam_rules
-        self._search = BeamSearch(request.beam_rules)
-        self._has_trees = request.target.trees
-        self._longest_len = request.target.longest_len
-        self._drafts, self._targets = drafts, targets
-        self._planner = planner
-        self._ledger = ledger
-        self._tracer = tracer
-        self._parent = parent
-        self._turns = turns
+    request: GenerationRequest
+    drafts: BeamDrafts
+    targets: Followers[Target]
+    planner: BeamPlanner
+    ledger: Ledger
+    tracer: tracing.Tracing
+    parent: tracing.Span
+    turns: Turns
+
+    def __post_init__(self) -> None:
+        assert self.request.beam_rules is not None
+        self._prompt_len = self.request.prompt_len
+        self._rules = self.request.beam_rules
+        self._search = BeamSearch(self._rules)
+        self._longest_len = self.request.target.longest_len
 
     @property
     def finished(self) -> Sequence[Scored]:
-        """See the class."""
+        """The texts found, best score first, once the rounds have ended."""
         return self._search.finished
 
     async def rounds(self) -> AsyncGenerator[Round, None]:
@@ -81,14 +71,14 @@ class BeamGeneration:
         The outcome of each has the steps that took no pass, as accepted draft tokens.
         """
         while not self._search.ended:
-            if not self._turns.may_start:
-                await self._turns.wait()
+            if not self.turns.may_start:
+                await self.turns.wait()
             started_ns = clock.stopwatch_ns()
-            with self._tracer.span("round", parent=self._parent.context) as span:
-                done = await self._round(span if self._tracer.enabled else self._parent)
+            with self.tracer.span("round", parent=self.parent.context) as span:
+                done = await self._round(span if self.tracer.enabled else self.parent)
             yield done
-            elapsed_ns = self._ledger.switch(Stage.COORDINATOR) - started_ns
-            self._planner.observe(done, elapsed_ns)
+            elapsed_ns = self.ledger.switch(Stage.COORDINATOR) - started_ns
+            self.planner.observe(done, elapsed_ns)
 
     async def _round(self, parent: tracing.Span) -> Round:
         trees = packed([each.beam for each in self._search.live], self._most_nodes())
@@ -102,14 +92,15 @@ class BeamGeneration:
         if not num_steps:
             raise InternalError("the target's logits are not finite")
         outcome = Outcome(range(num_steps - 1), -1)
-        proposal = drafts_of(trees, verdicts[0].base_len)
+        drafted = [node for tree in trees for node in tree.nodes[tree.num_live_nodes :]]
+        proposal = proposal_of(drafted, verdicts[0].base_len)  # for counts
         return Round(proposal, verdicts[0], outcome, draft_cost, verify_cost, plan.why_plain)
 
     def _most_nodes(self) -> int:
         """Of a tree with live beams: all of its tokens have to fit into the context."""
-        if not self._has_trees:
+        if not self.request.target.trees:
             return 0
-        longest = len(self._prompt) + max(each.beam.length for each in self._search.live)
+        longest = self._prompt_len + max(each.beam.length for each in self._search.live)
         return max(0, min(_MAX_LIVE_NODES, self._longest_len - longest))
 
     async def _draft(self, trees: Sequence[BeamTree], parent: tracing.Span) -> tuple[Plan, Cost]:
@@ -119,17 +110,17 @@ class BeamGeneration:
             num_beams=len(beams),
             num_trees=len(trees),
             num_nodes=sum(tree.num_live_nodes for tree in trees),
-            length=len(self._prompt) + length,
+            length=self._prompt_len + length,
             num_left=self._rules.max_tokens - length,
         )
-        room = self._longest_len - len(self._prompt)
+        room = self._longest_len - self._prompt_len
         rooms = [min(MAX_TREE_NODES, room - tree.prefix.length) for tree in trees]  # draft tokens included
         each = zip(trees, rooms, strict=True)
         room = min((room - tree.num_live_nodes) // len(tree.beams) for tree, room in each)
-        plan = self._planner.plan(size, room)
-        self._ledger.switch(Stage.DRAFT)
-        proposals, cost = await self._drafts.propose(beams, plan, parent)
-        self._ledger.settle(cost, Stage.VERIFY)
+        plan = self.planner.plan(size, room)
+        self.ledger.switch(Stage.DRAFT)
+        proposals, cost = await self.drafts.propose(beams, plan, parent)
+        self.ledger.settle(cost, Stage.VERIFY)
         of_beam = dict(zip(beams, proposals, strict=True))
         for tree, room in zip(trees, rooms, strict=True):
             for beam in tree.beams:
@@ -138,20 +129,20 @@ class BeamGeneration:
 
     async def _verify(self, trees: Sequence[BeamTree], parent: tracing.Span) -> tuple[list[Verdict], Cost]:
         """The verdicts on all trees, which the target runs in one pass if it can; the cost of the slowest."""
-        self._ledger.switch(Stage.VERIFY)
+        self.ledger.switch(Stage.VERIFY)
         taken: set[int] = set()
         calls = []
         for tree in trees:
-            target, committed = self._targets.moved_to(tree.prefix, taken)
-            calls.append(target.verify(committed, tree.proposal(len(committed)), parent))
+            target, committed = self.targets.moved_to(tree.prefix, taken)
+            calls.append(target.verify(committed, proposal_of(tree.nodes, len(committed)), parent))
         try:
             answers = await together(calls)
         except ServiceUnavailableError:
-            self._ledger.fail()
+            self.ledger.fail()
             raise
         cost = max((cost for _, cost in answers), key=lambda cost: cost.wall_ns)
         cost.num_cached_tokens = sum(cost.num_cached_tokens for _, cost in answers)
-        self._ledger.settle(cost, Stage.RULE)
+        self.ledger.settle(cost, Stage.RULE)
         return [verdict for verdict, _ in answers], cost
 
     def _step(self, rows: Mapping[Beam, Logprobs], trees: Sequence[BeamTree]) -> int:

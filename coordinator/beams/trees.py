@@ -35,11 +35,7 @@ class BeamTree:
         self.drafted: dict[tuple[Beam, int], Beam] = {}
 
     def add(self, beam: Beam, proposal: Proposal, room: int) -> None:
-        """Draft tokens after a live beam.
-
-        Args:
-            room: most nodes of this tree, all together.
-        """
+        """Draft tokens after a live beam, up to `room` nodes of this tree, all together."""
         made: list[Beam] = []
         for node, token_id in enumerate(proposal.token_ids[: max(0, room - len(self.nodes))]):
             place = proposal.parent(node)
@@ -50,22 +46,9 @@ class BeamTree:
                 self.nodes.append(child)
             made.append(child)
 
-    def proposal(self, base_len: int) -> Proposal:
-        """The nodes, as what the target is asked about after its prefix.
 
-        Args:
-            base_len: of the prefix with the prompt, in tokens.
-        """
-        return _proposal(self.nodes, base_len)
-
-
-def drafts_of(trees: Sequence[BeamTree], base_len: int) -> Proposal:
-    """The draft tokens of several trees alone, after the live beams; for counts."""
-    return _proposal([node for tree in trees for node in tree.nodes[tree.num_live_nodes :]], base_len)
-
-
-def _proposal(nodes: Sequence[Beam], base_len: int) -> Proposal:
-    """Nodes as draft tokens; without parents if they are a chain."""
+def proposal_of(nodes: Sequence[Beam], base_len: int) -> Proposal:
+    """Nodes as draft tokens after so many tokens; without parents if they are a chain."""
     places: dict[Beam | None, int] = {each: i for i, each in enumerate(nodes)}
     parents = [places.get(each.parent, -1) for each in nodes]
     is_chain = parents == list(range(-1, len(nodes) - 1))

@@ -62,10 +62,7 @@ class CountedOutput:
     """By counts in the target's own output: earlier ones, and that of this sequence so far."""
 
     def __init__(self, n: int, earlier: TokenArray) -> None:
-        """Args:
-        n: length of the n-grams.
-        earlier: [num_tokens] outputs of earlier generations.
-        """
+        """`earlier` [num_tokens] are outputs of earlier generations; `n` as of a `Table`."""
         self._n, self._earlier = n, earlier
         self._counted = Table(n, earlier)
         self._prompt_len: int | None = None

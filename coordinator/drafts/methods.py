@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.drafts.counts import CountedOutput, Table
-from coordinator.drafts.occurrences import Occurrences
 from coordinator.drafts.own import Forced, Target
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Drafter
 from coordinator.requests import GenerationRequest
 from specwire.config.speculative import COUNTS, GRAMMAR, NGRAM, SUFFIX, SpeculativeConfig
 from specwire.errors import ConfigError
-from specwire.proposals.history import NO_TOKENS, TokenArray
+from specwire.proposals.history import MAX_CONTINUATIONS, NO_TOKENS, Guess, History, TokenArray
 from specwire.text.tokenizer import Tokenizer
 
 _MAX_CORPUS_TOKENS = 1 << 20
@@ -25,6 +24,27 @@ MAX_SCOPES = 128
 MAX_TOKENS = 16_384
 """Of a scope; a look-up takes time with them."""
 MAX_BYTES = MAX_SCOPES * MAX_TOKENS * 4
+
+
+class Occurrences:
+    """A `text.Method`: what followed earlier occurrences of the last tokens. Of the longest match `ngram`
+    takes what followed last, `suffix` what most share.
+
+    Sources: Saxena 2023, "Prompt Lookup Decoding" (github.com/apoorvumang/prompt-lookup-decoding); n-gram
+    drafts are in Leviathan et al. 2023 (arXiv 2211.17192), section 4.1, already. Oliaro et al. 2024,
+    SuffixDecoding (arXiv 2411.04975), whose suffix tree gives, for the longest match, how often each
+    continuation occurred; here the occurrences are found by comparing all tokens at once, and are counted as
+    the path goes on.
+    """
+
+    def __init__(self, config: SpeculativeConfig, earlier: TokenArray = NO_TOKENS) -> None:
+        """`earlier` [num_tokens] are outputs of earlier generations."""
+        self._history = History(config.prompt_lookup_min, config.prompt_lookup_max, earlier)
+        self._num_counted = 1 if config.method == NGRAM else MAX_CONTINUATIONS
+
+    def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:
+        self._history.update(committed)
+        return self._history.guess(num_tokens, self._num_counted)
 
 
 class EarlierOutputs:
@@ -87,8 +107,8 @@ class TextDrafts:
         """For a request whose draft is a method, alone or beside the model."""
         config, scope = self.config(request.draft.method), request.output_scope
         return TextDrafter(
-            self._method(config, scope),
-            model,
+            method=self._method(config, scope),
+            model=model,
             source=config.method,
             matches_tokens=request.params.matches_tokens,
             is_fixed=request.num_draft_tokens is not None,
@@ -99,8 +119,8 @@ class TextDrafts:
     def forced(request: GenerationRequest, others: Drafter, target: Target) -> TextDrafter:
         """For a request with a grammar, beside what else drafts for it."""
         return TextDrafter(
-            Forced(target),
-            others,
+            method=Forced(target),
+            model=others,
             source=GRAMMAR,
             matches_tokens=request.params.matches_tokens,
             is_fixed=request.num_draft_tokens is not None,

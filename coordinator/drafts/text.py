@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.cost import Cost
@@ -28,6 +29,7 @@ class Method(Protocol):
         """At most so many tokens, at least one; None where nothing is known."""
 
 
+@dataclass(kw_only=True)
 class TextDrafter:
     """A `generation.Drafter`: as much of a guess as pays, or the model's tokens where they promise more.
 
@@ -38,30 +40,25 @@ class TextDrafter:
 
     Between text and model the choice is made from past rounds before the model is asked: never from the
     tokens that the model drew, which would bias rejection sampling.
-    """
 
-    def __init__(
-        self,
-        method: Method,
-        model: Drafter,
-        *,
-        source: str,
-        matches_tokens: bool,
-        is_fixed: bool,
-        is_certain: bool = False,
-        remember: Callable[[Sequence[int]], None] | None = None,
-    ) -> None:
-        """Args:
+    Attributes:
         model: planned with no draft tokens where the text is to propose alone.
         source: of the method's proposals.
         matches_tokens: whether the rule matches tokens, and needs no supports.
         is_fixed: propose as many tokens as planned wherever there is a guess.
         is_certain: a guess is what must follow, so the model's proposal begins with it.
         remember: gets the output of the sequence when it is closed.
-        """
-        self._method, self._model = method, model
-        self._source, self._matches_tokens, self._is_fixed = source, matches_tokens, is_fixed
-        self._is_certain, self._remember = is_certain, remember
+    """
+
+    method: Method
+    model: Drafter
+    source: str
+    matches_tokens: bool
+    is_fixed: bool
+    is_certain: bool = False
+    remember: Callable[[Sequence[int]], None] | None = None
+
+    def __post_init__(self) -> None:
         self._rates: dict[int, Rate] = {}
         self._model_rate = Rate(PRIOR_ACCEPTANCE)
         self._guess: Guess | None = None
@@ -72,11 +69,11 @@ class TextDrafter:
     @property
     def unavailable(self) -> str:
         """See `generation.Drafter`; why the model was not there."""
-        return self._model.unavailable
+        return self.model.unavailable
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
         self._guess = None
-        return self._model.follow(committed, begun, plan)
+        return self.model.follow(committed, begun, plan)
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
@@ -88,27 +85,27 @@ class TextDrafter:
         own, promised = self.from_text(committed, plan.num_text_tokens)
         if own.token_ids:
             of_model = expected_tokens([self._model_rate.value] * plan.num_steps)[-1]
-            if self._is_certain and plan.num_steps:  # the model continues this very text
+            if self.is_certain and plan.num_steps:  # the model continues this very text
                 of_model = math.inf
             if promised >= of_model:
                 return own, Cost()
-        proposal, cost = await self._model.propose(committed, plan, parent)
+        proposal, cost = await self.model.propose(committed, plan, parent)
         return proposal if proposal.token_ids else own, cost
 
     def from_text(self, committed: Sequence[int], num_tokens: int) -> tuple[Proposal, float]:
         """The method's proposal, and the tokens that a round with it is expected to commit."""
-        self._guess = guess = self._method.guess(committed, num_tokens) if num_tokens > 0 else None
+        self._guess = guess = self.method.guess(committed, num_tokens) if num_tokens > 0 else None
         if guess is None:
             return Proposal(len(committed)), 1.0
         rate = self._rate(guess).value
         expected = expected_tokens(min(1.0, rate * share) for share in guess.shares)
         most = len(guess.token_ids)
-        num_proposed = most if self._is_fixed else best_length(expected, self._round_times(most))
+        num_proposed = most if self.is_fixed else best_length(expected, self._round_times(most))
         return self._proposal(len(committed), guess.token_ids[:num_proposed]), expected[num_proposed]
 
     def observe(self, done: Round) -> None:
         self._verify_cost = done.verify_cost
-        self._model.observe(done)
+        self.model.observe(done)
         if self._guess is not None:
             token_ids, shares, *_ = self._guess
             committed = done.token_ids
@@ -120,9 +117,9 @@ class TextDrafter:
             self._model_rate.add(num_accepted, num_accepted + bool(done.rejected))
 
     def close(self) -> None:
-        self._model.close()
-        if self._remember is not None:
-            self._remember(self._committed[self._num_remembered :])
+        self.model.close()
+        if self.remember is not None:
+            self.remember(self._committed[self._num_remembered :])
         self._num_remembered = len(self._committed)
 
     def _rate(self, guess: Guess) -> Rate:
@@ -138,4 +135,4 @@ class TextDrafter:
         return [least_ns + token_ns * (n + 1) for n in range(num_tokens + 1)]
 
     def _proposal(self, base_len: int, token_ids: list[int]) -> Proposal:
-        return Proposal(base_len, token_ids, () if self._matches_tokens else certain(token_ids), self._source)
+        return Proposal(base_len, token_ids, () if self.matches_tokens else certain(token_ids), self.source)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from specwire import parent
 from specwire.config.flags import ENV_PREFIX
 from specwire.errors import ConfigError, ServiceUnavailableError
-from specwire.telemetry import logs, stacks
+from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Service:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             log.warning("%s has not ended in time: ended by force", self.module)
-            self.process.send_signal(stacks.SIGNAL)
+            self.process.send_signal(logs.STACKS_SIGNAL)
             self.wait(_STACKS_S)
             return self.kill()
 
@@ -134,7 +134,7 @@ class Service:
 def end_on_signals(terminated: int = 128 + signal.SIGTERM) -> None:
     """Handle SIGINT explicitly too, as shells start background commands with it ignored. `terminated` is the
     exit status after SIGTERM."""
-    stacks.show_on_signal()
+    logs.show_stacks_on_signal()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(terminated))
 

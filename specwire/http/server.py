@@ -56,7 +56,7 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
     )
     front = Front(client, config, tracer)
     metrics = Group(TABLE, lambda: front.counts)
-    async with client, endpoint.serving_at(config.metrics_address, [metrics], tracer, "http"):
+    async with client, endpoint.serving(config.metrics_address, [metrics], tracer, "http"):
         connections = Connections(config.idle_timeout_s)
         server = _Server(_settings(config, front, connections))
         running = asyncio.create_task(server.serve(sockets=[listening]))

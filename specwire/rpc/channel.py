@@ -103,28 +103,26 @@ class LeftChannels:
         self._closing.clear()
 
 
-class _Method:
-    """A method of a stub, created again for each new connection."""
+def _made_again(kind: str) -> Callable[..., Callable[..., Any]]:
+    """The methods of a channel that make a stub's method, which is created again for each new connection."""
 
-    def __init__(self, channel: _CredentialChannel, make: Callable[[grpc.aio.Channel], Any]) -> None:
-        self._channel = channel
-        self._make = make
-        self._made_for: grpc.aio.Channel | None = None
-        self._method: Any = None
+    def make(channel: _CredentialChannel, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        made_for: grpc.aio.Channel | None = None
+        method: Any = None
 
-    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        channel = self._channel.current()
-        if channel is not self._made_for:
-            self._made_for, self._method = channel, self._make(channel)
-        metadata = list(metadata or ())
-        if all(key != "authorization" for key, _ in metadata):  # a call's own token takes precedence
-            metadata += self._channel.metadata()
-        return self._method(*args, metadata=metadata, **kwargs)
+        def call(*given: Any, metadata: Any = None, **options: Any) -> Any:
+            nonlocal made_for, method
+            current = channel.current()
+            if current is not made_for:
+                made_for, method = current, getattr(current, kind)(*args, **kwargs)
+            metadata = list(metadata or ())
+            if all(key != "authorization" for key, _ in metadata):  # a call's own token takes precedence
+                metadata += channel.metadata()
+            return method(*given, metadata=metadata, **options)
 
+        return call
 
-def _made_again(kind: str) -> Callable[..., _Method]:
-    """The methods of a channel that make a method of a stub."""
-    return lambda channel, *args, **kwargs: _Method(channel, lambda new: getattr(new, kind)(*args, **kwargs))
+    return make
 
 
 class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]

@@ -31,8 +31,7 @@ from grpc_health.v1 import health
 from specwire.config.security.bearer import Principal, Tokens, bearer_token
 from specwire.errors import DeadlineExceededError, InvalidRequestError, UnauthenticatedError
 from specwire.rpc import listening
-from specwire.rpc.draining import Drain
-from specwire.rpc.slots import Slots
+from specwire.rpc.draining import Drain, Slots
 
 _OURS = "/specwire."
 _HEALTH = f"/{health.SERVICE_NAME}/"
@@ -59,13 +58,11 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The one interceptor of a server."""
 
     def __init__(self, tokens: Tokens | None, drain: Drain, capacity: tuple[int, int], abort: Abort) -> None:
-        """For one server.
-
-        Args:
-            tokens: accepted bearer tokens; None requires none.
-            drain: calls of our own methods run as its requests; health and reflection are served to the end.
-            capacity: most streams that the service serves at a time, and most that it queues.
-            abort: ends a call, given its context, with an error.
+        """Args:
+        tokens: accepted bearer tokens; None requires none.
+        drain: calls of our own methods run as its requests; health and reflection are served to the end.
+        capacity: most streams that the service serves at a time, and most that it queues.
+        abort: ends a call, given its context, with an error.
         """
         self._tokens = tokens
         self._drain = drain
@@ -152,11 +149,7 @@ class _FirstMessages:
         self._waits: dict[asyncio.Timeout, None] = {}
 
     async def of(self, context: Any) -> Any:
-        """The first message of a call; `grpc.aio.EOF` if it has none.
-
-        Raises:
-            DeadlineExceededError: it is not received in time.
-        """
+        """The first message of a call, if it is received in time; `grpc.aio.EOF` if it has none."""
         timeout = asyncio.timeout(_FIRST_MESSAGE_S)
         try:
             async with timeout:
@@ -219,11 +212,7 @@ def _parse(parse: Callable[[bytes], Any], max_bytes: int | None, data: bytes) ->
 
 
 def _parsed(message: Any) -> Any:
-    """A result of `_parse`, if it is a message.
-
-    Raises:
-        InvalidRequestError: a malformed request, or a call that ended without one.
-    """
+    """A result of `_parse`, unless it is malformed, or the call ended without a message."""
     if message is grpc.aio.EOF:
         raise InvalidRequestError("request", "none", "the method needs one message")
     if isinstance(message, InvalidRequestError):

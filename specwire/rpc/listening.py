@@ -26,11 +26,7 @@ principal: ContextVar[Principal | None] = ContextVar("principal", default=None)
 
 
 def check(config: ListenConfig) -> None:
-    """Check all files now, rather than after a model is loaded.
-
-    Raises:
-        ConfigError: a file that cannot be used.
-    """
+    """Check all files now, rather than after a model is loaded; `ConfigError` for one that cannot be used."""
     if config.tls_cert:
         _read_pem(config)
     if config.tokens:
@@ -38,20 +34,20 @@ def check(config: ListenConfig) -> None:
 
 
 def add_port(server: grpc.aio.Server, config: ListenConfig) -> int:
-    """Listen at the config's address, with TLS if the config has a certificate.
-
-    Returns:
-        The port; 0 if the address cannot be bound.
+    """Listen at the config's address, with TLS if the config has a certificate; returns the port.
 
     Raises:
-        ConfigError: a file that cannot be used.
+        ConfigError: the address cannot be bound, or a file cannot be used.
     """
-    try:
+    port = 0
+    with contextlib.suppress(RuntimeError):
         if config.tls_cert:
-            return int(server.add_secure_port(config.address, _server_credentials(config)))
-        return int(server.add_insecure_port(config.address))
-    except RuntimeError:
-        return 0
+            port = server.add_secure_port(config.address, _server_credentials(config))
+        else:
+            port = server.add_insecure_port(config.address)
+    if not port:
+        raise ConfigError(f"--address {config.address}: cannot be bound (in use, or not of this machine)")
+    return int(port)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from specwire.config.flags import Config, as_given, read_config
 from specwire.config.parser import Parser, add_config_file, add_flags
 from specwire.errors import SpecwireError
 from specwire.rpc import descriptors, interrupts, listening, private
-from specwire.telemetry import logs, stacks
+from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +135,7 @@ def run_service(
     argv: Sequence[str] | None,
 ) -> int:
     """Read flags and variables and run a service to its end; returns its exit status. A SpecwireError becomes
-    one line in its log and status 2.
-
-    Args:
-        name: of its command and in its logs.
-        about: what the help says of it.
-        kind: its config.
-    """
+    one line in its log and status 2."""
     parser = Parser(prog=f"specwire {name}", description=about)
     add_config_file(parser)
     add_flags(parser, kind)
@@ -149,7 +143,7 @@ def run_service(
     end_at_once_by_signals(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # see specwire.cli.main
     parent.end_with_it()
-    stacks.show_on_signal()
+    logs.show_stacks_on_signal()
     try:
         with asyncio.Runner(loop_factory=private.Loop) as runner:
             runner.run(_checked(name, read_config(kind, args, os.environ), serve))

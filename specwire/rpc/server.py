@@ -16,7 +16,7 @@ from specwire import errors
 from specwire.config.fields import split_address
 from specwire.config.security.bearer import Tokens
 from specwire.config.services import ServiceConfig
-from specwire.errors import ConfigError, SpecwireError
+from specwire.errors import SpecwireError
 from specwire.rpc import descriptors, listening
 from specwire.rpc.channel import BETWEEN_SERVICES, TOWARDS_CLIENTS
 from specwire.rpc.draining import Drain
@@ -99,23 +99,13 @@ class Server:
         reflection.enable_server_reflection(names, self.grpc)
 
     async def start(self, *, is_loading: bool = False) -> str:
-        """Bind, serve, report healthy.
+        """Bind, serve, report healthy; returns the HOST:PORT that clients can use. Errors as for `add_port`.
 
         Args:
             is_loading: refuse requests, and report NOT_SERVING, until `loaded`.
-
-        Returns:
-            HOST:PORT that clients can use.
-
-        Raises:
-            ConfigError: the address cannot be bound, or a TLS file cannot be used.
         """
         host, _ = split_address("address", self._config.address)
         port = listening.add_port(self.grpc, self._config)
-        if port == 0:
-            raise ConfigError(
-                f"--address {self._config.address}: cannot be bound (in use, or not of this machine)"
-            )
         self.drain.is_loading = is_loading
         await self.grpc.start()
         self._started = True

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from specwire.config.fields import split_address
 from specwire.config.models import VLLM
-from specwire.config.services import ServiceConfig
 from specwire.errors import ConfigError
 from specwire.telemetry import tracing, vllm_names
 from specwire.telemetry.metrics import TRACING, Group
@@ -34,31 +34,23 @@ log = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: ServiceConfig, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str
+    address: str, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str, names: str = ""
 ) -> AsyncIterator[None]:
     """Serve these metrics, those of tracing and those of the process at `http://HOST:PORT/metrics` meanwhile.
 
     Args:
-        config: without a `metrics_address` nothing is served; `metrics_names` says whose names they get.
+        address: HOST:PORT; empty to serve nothing.
         role: of the service; a label of the metrics that all services have.
+        names: `vllm` for that engine's.
 
     Raises:
         ConfigError: prometheus_client is not installed, or the address cannot be bound.
     """
-    if config.metrics_names == VLLM:
-        groups = [vllm_names.renamed(group) for group in groups]
-    async with serving_at(config.metrics_address, groups, tracer, role):
-        yield
-
-
-@contextlib.asynccontextmanager
-async def serving_at(
-    address: str, groups: Sequence[Group[Any]], tracer: tracing.Tracing, role: str
-) -> AsyncIterator[None]:
-    """The same at an address, empty for none, under specwire's names."""
     if not address:
         yield
         return
+    if names == VLLM:
+        groups = [vllm_names.renamed(group) for group in groups]
     groups = [*groups, Group(TRACING, lambda: tracer.counts, {"role": role})]
     async with MetricsEndpoint(address, groups) as endpoint:
         log.info("metrics at http://%s%s", endpoint.address, PATH)
@@ -71,14 +63,13 @@ class MetricsEndpoint:
     `prometheus_client.start_http_server` has none of them: a thread for each connection, without a timeout,
     which would read the counts while the event loop changes them.
 
+    Errors as for `serving`.
+
     Attributes:
         address: HOST:PORT where it listens.
     """
 
     def __init__(self, address: str, groups: Sequence[Group[Any]]) -> None:
-        """Raises:
-        ConfigError: prometheus_client is not installed.
-        """
         try:
             import prometheus_client  # noqa: F401
         except ImportError as error:
@@ -91,9 +82,6 @@ class MetricsEndpoint:
         self._num_connections = 0
 
     async def __aenter__(self) -> MetricsEndpoint:
-        """Raises:
-        ConfigError: the address cannot be bound.
-        """
         host, port = split_address("metrics_address", self.address)
         try:
             self._server = await asyncio.start_server(
@@ -114,20 +102,7 @@ class MetricsEndpoint:
 
         families = [family for group in self._groups for family in group.families()]
         families += ProcessCollector(registry=CollectorRegistry()).collect()  # memory, CPU time, open files
-        return await asyncio.to_thread(self._format, families, openmetrics)
-
-    def _format(self, families: Iterable[Family], openmetrics: bool) -> bytes:
-        from prometheus_client import generate_latest
-        from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
-        from prometheus_client.registry import Collector
-
-        class Snapshot(Collector):
-            def collect(self) -> Iterator[Family]:
-                yield from families
-
-        if openmetrics:
-            return generate_openmetrics(Snapshot())  # type: ignore[no-any-return, no-untyped-call]
-        return generate_latest(Snapshot())
+        return await asyncio.to_thread(_format, families, openmetrics)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
@@ -150,10 +125,19 @@ class MetricsEndpoint:
             return _response("404 Not Found", f"metrics are at {PATH}\n".encode())
         if method != b"GET":
             return _response("405 Method Not Allowed", b"GET only\n", "Allow: GET")
-        if _wants_openmetrics(head):
-            body = await self.text(openmetrics=True)
-            return _response("200 OK", body, content_type=OPENMETRICS_CONTENT_TYPE)
-        return _response("200 OK", await self.text())
+        openmetrics = _wants_openmetrics(head)
+        kind = OPENMETRICS_CONTENT_TYPE if openmetrics else CONTENT_TYPE
+        return _response("200 OK", await self.text(openmetrics=openmetrics), content_type=kind)
+
+
+def _format(families: Iterable[Family], openmetrics: bool) -> bytes:
+    from prometheus_client import generate_latest
+    from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+
+    snapshot: Any = SimpleNamespace(collect=lambda: families)  # all that they ask of a registry
+    if openmetrics:
+        return generate_openmetrics(snapshot)  # type: ignore[no-any-return, no-untyped-call]
+    return generate_latest(snapshot)
 
 
 def _wants_openmetrics(head: bytes) -> bool:

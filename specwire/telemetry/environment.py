@@ -1,4 +1,4 @@
-"""The `OTEL_*` variables: read and checked here, so that a wrong one is refused by its name.
+"""The `OTEL_*` variables: read and checked here, so that a wrong one is refused by its name (`ConfigError`).
 
 What OpenTelemetry's SDK reads itself (samplers, limits of spans, headers, certificates) is only checked: the
 SDK would log a warning, or a traceback, and go on with another value.
@@ -48,9 +48,7 @@ def variable(*names: str) -> str:
 
 
 def is_tracing_requested() -> bool:
-    """Raises:
-    ConfigError: the exporter is unknown.
-    """
+    """Whether the variables name an exporter, or where to."""
     if variable("OTEL_SDK_DISABLED").lower() == "true":
         return False
     exporter = variable("OTEL_TRACES_EXPORTER")
@@ -75,9 +73,7 @@ class BatchLimits:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Raises:
-        ConfigError: a value is not a whole number over 0, or a batch is larger than the queue.
-        """
+        """As the variables say."""
         max_queued = _whole("OTEL_BSP_MAX_QUEUE_SIZE", cls().max_queued)
         batch_name = "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
         max_batch = _whole(batch_name, min(cls().max_batch, max_queued))
@@ -93,11 +89,7 @@ def has_span_limits() -> bool:
 
 
 def check() -> None:
-    """Check what the SDK reads itself; before it is imported, as it reads some of it then.
-
-    Raises:
-        ConfigError: names the variable and its value.
-    """
+    """Check what the SDK reads itself; before it is imported, as it reads some of it then."""
     known = f"is not one of {', '.join(_SAMPLERS)}"
     _check("OTEL_TRACES_SAMPLER", lambda value: value.lower() in _SAMPLERS, known)
     if variable("OTEL_TRACES_SAMPLER").lower().endswith("traceidratio"):
@@ -110,11 +102,7 @@ def check() -> None:
     for name in _COMPRESSIONS:
         _check(name, lambda value: value.lower() in compressions, "is no compression of this protocol")
     for name in (*_HEADERS, "OTEL_RESOURCE_ATTRIBUTES"):
-        _check(
-            name,
-            lambda value: all("=" in pair for pair in value.split(",") if pair.strip()),
-            "is not name=value,...",
-        )
+        _check(name, _is_pairs, "is not name=value,...")
     for name in _FILES:
         _check(name, lambda value: Path(value).is_file(), "is not a file")
 
@@ -123,11 +111,9 @@ def exporter() -> SpanExporter:
     """The exporter that the variables describe.
 
     Raises:
-        ConfigError: an unknown protocol, or a timeout that is not a number over 0.
         ImportError: a package is not installed.
     """
-    timeout_s = _export_timeout_s()
-    protocol = _protocol()
+    timeout_s, protocol = _export_timeout_s(), _protocol()
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
 
@@ -154,6 +140,10 @@ def _export_timeout_s() -> float:
     if variable("OTEL_BSP_EXPORT_TIMEOUT"):
         timeout_s = min(timeout_s, _whole("OTEL_BSP_EXPORT_TIMEOUT", 0) / 1e3)
     return timeout_s
+
+
+def _is_pairs(value: str) -> bool:
+    return all("=" in pair for pair in value.split(",") if pair.strip())
 
 
 def _check(name: str, is_valid: Callable[[str], bool], problem: str) -> None:

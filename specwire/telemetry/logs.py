@@ -7,9 +7,11 @@ A record's `extra` fields follow the message as `name=value` in text, and are fi
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import re
+import signal
 import sys
 import threading
 from datetime import UTC, datetime
@@ -22,6 +24,8 @@ JSON = "json"
 NOTICE = 25
 """Level of what is worth to be read once: what starts, with which settings, and what it waits for."""
 logging.addLevelName(NOTICE, "NOTICE")
+STACKS_SIGNAL = signal.SIGUSR1
+_STDERR = 2
 _NO_TEXT = re.compile(r"[-+.0-9eEinfa]{1,32}|True|False|None")
 
 _OWN = vars(logging.makeLogRecord({})).keys() | {
@@ -51,6 +55,12 @@ def set_up(level: str, format: str, service: str) -> None:  # noqa: A002 - the f
         threading.excepthook = lambda args: _log_uncaught(
             args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         )
+
+
+def show_stacks_on_signal() -> None:
+    """Write those of all threads to standard error at `STACKS_SIGNAL`, without an end, and at a crash."""
+    faulthandler.enable(_STDERR)
+    faulthandler.register(STACKS_SIGNAL, _STDERR)
 
 
 class TextFormatter(logging.Formatter):

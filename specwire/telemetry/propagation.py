@@ -62,9 +62,7 @@ class Propagators:
 
     @classmethod
     def from_environment(cls) -> Propagators:
-        """Raises:
-        ConfigError: a propagator is unknown.
-        """
+        """As the variable says; `ConfigError` if it names an unknown one."""
         text = os.environ.get("OTEL_PROPAGATORS", "").strip() or ",".join(_KNOWN)
         names = {name.strip() for name in text.split(",")}
         if unknown := names - {*_KNOWN, "none"}:

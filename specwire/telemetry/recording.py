@@ -89,17 +89,11 @@ class _OpenTelemetry(Tracing):
         kind: SpanKind = SpanKind.INTERNAL,
         parent: str | TraceContext | None = None,
         attributes: Attributes | None = None,
-        links: Sequence[str] = (),
         start_ns: int | None = None,
     ) -> Span:
         context = _as_context(parent)
         span = self._tracer.start_span(
-            name,
-            self._parent(context),
-            _KINDS[kind],
-            _present(attributes),
-            _linked(links) if links else None,
-            start_ns,
+            name, self._parent(context), _KINDS[kind], _present(attributes), start_time=start_ns
         )
         own = self._context_of(span, context)
         return _RecordedSpan(span, own) if span.is_recording() else Span(own)
@@ -162,7 +156,6 @@ class Exporting(_OpenTelemetry):
         kind: SpanKind = SpanKind.INTERNAL,
         parent: str | TraceContext | None = None,
         attributes: Attributes | None = None,
-        links: Sequence[str] = (),
         start_ns: int | None = None,
     ) -> Span:
         if self._sheds:
@@ -175,11 +168,8 @@ class Exporting(_OpenTelemetry):
             if above is not None:
                 ours = _SampledSpan(self._export, name, kind, above, context, start_ns or time.time_ns())
                 ours.set(attributes or {})
-                ours.links = _linked(links) if links else ()
                 return ours
-        return super().span(
-            name, kind=kind, parent=parent, attributes=attributes, links=links, start_ns=start_ns
-        )
+        return super().span(name, kind=kind, parent=parent, attributes=attributes, start_ns=start_ns)
 
     def _export(self, span: _SampledSpan, end_ns: int) -> None:
         self._queue.on_end(
@@ -213,9 +203,9 @@ class Exporting(_OpenTelemetry):
         queue = self._queue
         return SpanCounts(
             num_queued=queue.num_queued,
-            num_exported=queue.num_exported,
+            num_exported=queue.exports.num_exported,
             num_dropped=queue.num_dropped,
-            num_failed=queue.num_failed,
+            num_failed=queue.exports.num_failed,
             num_untraced=self._num_untraced,
         )
 
@@ -224,7 +214,7 @@ class Exporting(_OpenTelemetry):
         self._stop.set()
         if not self._stopped.wait(timeout_ms / 1000):
             self._log.mute()
-            self._queue.abort()
+            self._queue.exports.shutdown()
 
     def _stop_provider(self) -> None:
         self._stop.wait()
@@ -249,11 +239,6 @@ def _span_context(parent: TraceContext) -> trace.SpanContext | None:
     return context if context.is_valid else None
 
 
-def _linked(links: Sequence[str]) -> list[trace.Link]:
-    contexts = [_span_context(TraceContext(link)) for link in links]
-    return [trace.Link(context) for context in contexts if context is not None]
-
-
 class _RecordedSpan(Span):
     _is_recorded = True
 
@@ -269,8 +254,9 @@ class _RecordedSpan(Span):
         self._span.add_event(name, _present(attributes))
 
     def link(self, traceparent: str) -> None:
-        for link in _linked([traceparent]):
-            self._span.add_link(link.context)
+        context = _span_context(TraceContext(traceparent))
+        if context is not None:
+            self._span.add_link(context)
 
     def fail(self, kind: str, description: str = "") -> None:
         if self._failed or not self._span.is_recording():
@@ -330,7 +316,9 @@ class _SampledSpan(Span):
             self.events.append(Event(name, _present(attributes)))
 
     def link(self, traceparent: str) -> None:
-        self.links = [*self.links, *_linked([traceparent])]
+        context = _span_context(TraceContext(traceparent))
+        if context is not None:
+            self.links = [*self.links, trace.Link(context)]
 
     def fail(self, kind: str, description: str = "") -> None:
         if self._has_failed or self._has_ended:

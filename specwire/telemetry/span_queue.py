@@ -27,12 +27,13 @@ class SpanQueue(BatchSpanProcessor):
     exporting them.
 
     Attributes:
+        exports: what became of them; its `shutdown` aborts an export that hangs.
         num_dropped: spans that found it full.
     """
 
     def __init__(self, exporter: SpanExporter, limits: BatchLimits) -> None:
-        self._counting = _Counting(exporter)
-        super().__init__(self._counting, limits.max_queued, limits.delay_ms, limits.max_batch)
+        self.exports = _Counting(exporter)
+        super().__init__(self.exports, limits.max_queued, limits.delay_ms, limits.max_batch)
         self._max_queued = limits.max_queued
         self._num_probes = min(_NUM_PROBES, limits.max_queued)
         self._accepting = threading.Lock()
@@ -42,23 +43,13 @@ class SpanQueue(BatchSpanProcessor):
     @property
     def num_queued(self) -> int:
         """Spans waiting for their export, or being exported."""
-        return self._num_accepted - self.num_exported - self.num_failed
-
-    @property
-    def num_exported(self) -> int:
-        """Spans accepted by the collector."""
-        return self._counting.num_exported
-
-    @property
-    def num_failed(self) -> int:
-        """Spans exported without success."""
-        return self._counting.num_failed
+        return self._num_accepted - self.exports.num_exported - self.exports.num_failed
 
     @property
     def is_full(self) -> bool:
         """Whether a span that ends now is dropped."""
-        limit = self._num_probes if self._counting.fails else self._max_queued
-        return self._num_accepted - self._counting.num_taken >= limit
+        limit = self._num_probes if self.exports.fails else self._max_queued
+        return self._num_accepted - self.exports.num_taken >= limit
 
     def drop(self) -> None:
         """Count a span that was not created."""
@@ -75,10 +66,6 @@ class SpanQueue(BatchSpanProcessor):
             else:
                 self._num_accepted += 1
                 super().on_end(span)
-
-    def abort(self) -> None:
-        """Abort an export that hangs."""
-        self._counting.shutdown()
 
 
 class _Counting(SpanExporter):

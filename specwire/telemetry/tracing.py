@@ -1,9 +1,7 @@
 """Traces of generations, through OpenTelemetry; without it configured, at no cost.
 
 `docs/jaeger.md` has the spans of a generation, of all three services, with their attributes, and the `OTEL_*`
-variables, which turn tracing on and set it. While it is off, nothing of OpenTelemetry is imported. Above
-the span `generate` are the CLIENT span of the SDK (`specwire.client.spans`) and, of a request over HTTP, the
-SERVER span of the front (`specwire.http.spans`).
+variables, which turn tracing on and set it. While it is off, nothing of OpenTelemetry is imported.
 
 A collector that is slow, gone or silent costs memory for `OTEL_BSP_MAX_QUEUE_SIZE` spans (2048) and next to
 nothing else: a span that would begin while the queue is full is not created, nor are its descendants in any
@@ -148,7 +146,6 @@ class Tracing:
         kind: SpanKind = SpanKind.INTERNAL,
         parent: str | TraceContext | None = None,
         attributes: Attributes | None = None,
-        links: Sequence[str] = (),
         start_ns: int | None = None,
     ) -> Span:
         """Begin a span.
@@ -156,8 +153,6 @@ class Tracing:
         Args:
             parent: traceparent or context of its parent; without one, or with a malformed one, it begins a
                 trace.
-            links: traceparents of spans that it goes back to without being their child; malformed ones are
-                dropped.
             start_ns: when it began, in nanoseconds since the epoch; None for now.
         """
         if not parent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,7 @@ EQUIVALENTS = (
 
 def renamed(group: Group[Source]) -> Group[Source]:
     """The same metrics under vLLM's names, those that it has."""
-
-    def named(metric: Metric[Source]) -> Iterator[Metric[Source]]:
-        equivalents = [each for each in EQUIVALENTS if each.ours == metric.name]
-        yield from (each.metric(metric) for each in equivalents)
-        if not equivalents:
-            yield metric
-
-    table = tuple(each for metric in group.table for each in named(metric))
+    table: list[Metric[Source]] = []
+    for metric in group.table:
+        table += [each.metric(metric) for each in EQUIVALENTS if each.ours == metric.name] or [metric]
     return dataclasses.replace(group, table=table, fixed={**group.fixed, "engine": "0"})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specwire.telemetry import logs, stacks
+from specwire.telemetry import logs
 from tests.support.processes import Command, running, wait_until
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -43,7 +43,7 @@ def test_every_line_of_every_service_is_an_object() -> None:
         page = up.line().removeprefix("page http://").strip().rstrip("/")
         ask(page, "/health?secret=1", TRACE)
         wait_until(lambda: any(each["message"] == "access" for each in records(up)), 10)
-        up.services["coordinator"].send_signal(stacks.SIGNAL)  # text of the interpreter's own
+        up.services["coordinator"].send_signal(logs.STACKS_SIGNAL)  # text of the interpreter's own
         wait_until(lambda: any(each.get("from") == "coordinator" for each in records(up)), 10)
         up.services["draft_service"].kill()
         wait_until(lambda: any("it starts again" in each["message"] for each in records(up)), 10)

@@ -23,8 +23,8 @@ from tests.support.processes import running, wait_until
 
 HANGS = """
 import signal, threading
-from specwire.telemetry import stacks
-stacks.show_on_signal()
+from specwire.telemetry import logs
+logs.show_stacks_on_signal()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 def waits_for_ever():

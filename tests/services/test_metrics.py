@@ -438,7 +438,8 @@ def test_without_an_address_nothing_is_imported() -> None:
         "import asyncio, sys; from specwire.telemetry import endpoint, tracing; import coordinator.metrics\n"
     )
     code += "from specwire.config.services import DraftConfig\n"
-    code += "asyncio.run(endpoint.serving(DraftConfig(), [], tracing.Tracing(), 'draft').__aenter__())\n"
+    code += "address = DraftConfig().metrics_address\n"
+    code += "asyncio.run(endpoint.serving(address, [], tracing.Tracing(), 'draft').__aenter__())\n"
     code += "print([name for name in sys.modules if 'prometheus' in name])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -173,14 +173,14 @@ def test_a_collector_that_fails_is_sent_little_until_it_is_back() -> None:
 
     end(1)
     queue.force_flush()
-    assert (queue.num_failed, queue.num_dropped) == (1, 0)
+    assert (queue.exports.num_failed, queue.num_dropped) == (1, 0)
     end(500)
     assert queue.num_queued <= 64
     assert queue.num_dropped > 0
     exporter.result = SpanExportResult.SUCCESS
     queue.force_flush()
-    num_dropped, num_exported = queue.num_dropped, queue.num_exported
+    num_dropped, num_exported = queue.num_dropped, queue.exports.num_exported
     end(500)
     queue.force_flush()
-    assert (queue.num_dropped, queue.num_exported) == (num_dropped, num_exported + 500)
+    assert (queue.num_dropped, queue.exports.num_exported) == (num_dropped, num_exported + 500)
     queue.shutdown()

@@ -270,13 +270,13 @@ from specwire.telemetry import tracing
 from specwire.telemetry.propagation import TraceContext
 t = tracing.configure("specwire-test")
 caller = TraceContext(sys.argv[1], "vendor=1", "user=7")
-def ends(name, error, **options):
+def ends(name, error, *links, **options):
     try:
-        with t.span(name, **options): raise error
+        with t.span(name, **options) as span: [*map(span.link, links)]; raise error
     except BaseException: pass
 with t.span("generate", kind=tracing.SpanKind.SERVER, parent=caller) as root:
-    ends("verify", DeadlineExceededError("late"), kind=tracing.SpanKind.CLIENT, parent=root.context,
-        links=[sys.argv[1], "malformed"], attributes={"names": ["a", "b"], "share": 0.5, "ready": True})
+    ends("verify", DeadlineExceededError("late"), sys.argv[1], "malformed", kind=tracing.SpanKind.CLIENT,
+        parent=root.context, attributes={"names": ["a", "b"], "share": 0.5, "ready": True})
     ends("left", asyncio.CancelledError(), parent=root.context)
     with t.span("told", parent=root.context) as told:
         told.fail("UNAVAILABLE", "killed")

@@ -308,17 +308,17 @@ class TestEndsInMidFlight:
 
 def test_a_client_that_stops_reading(on: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """The credit is used up while the target goes on: that ends where its proposals do, and shows nowhere."""
-    paused, wait = threading.Event(), coordinator.servicer._Turns.wait
+    paused, wait = threading.Event(), coordinator.servicer._Served.wait
 
-    async def noted(turns: Any) -> None:
+    async def noted(served: Any) -> None:
         paused.set()
-        await wait(turns)
+        await wait(served)
 
     def num_emitted() -> int:
         tally = on.servicer.totals.tally
-        return tally.num_rounds + tally.num_accepted
+        return tally.num_rounds + tally.speculation().num_accepted_tokens
 
-    monkeypatch.setattr(coordinator.servicer._Turns, "wait", noted)
+    monkeypatch.setattr(coordinator.servicer._Served, "wait", noted)
     num_before = num_emitted()
     with grpc.insecure_channel(on.stack.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from specwire.telemetry import stacks
+from specwire.telemetry.logs import STACKS_SIGNAL
 
 ROOT = Path(__file__).parents[2]
 START_S = 240.0  # on a machine that is busy with other things
@@ -82,7 +82,7 @@ class Command:
             return self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             for process in (self._own, *self.services.values()):
-                process.send_signal(stacks.SIGNAL)
+                process.send_signal(STACKS_SIGNAL)
             time.sleep(1.0)
             raise AssertionError(self.errors()) from None
 

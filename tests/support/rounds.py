@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator.cost import Cost
-from coordinator.credit import Credit
 from coordinator.generation import Round
 from coordinator.ledger import Ledger
+from coordinator.reader import Credit
 from coordinator.session import Session
 from coordinator.tally import Tally
 from specwire.completion import Chunk, ResumeInfo
@@ -52,8 +52,10 @@ def received_chunks(*, report_progress: bool, stop: str = "", rounds_per_chunk: 
         report_progress=report_progress,
     )
     tokenizer: Any = _Words()
+    drafter: Any = SimpleNamespace(unavailable="")
     session = Session(
-        request,
+        request=request,
+        drafter=drafter,
         tokenizer=tokenizer,
         credit=Credit(0, 65),
         ledger=Ledger(),

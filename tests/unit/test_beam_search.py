@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coordinator.beams.followers import together
-from coordinator.beams.trees import BeamTree, common_ancestor, drafts_of, packed
+from coordinator.beams.trees import BeamTree, common_ancestor, packed, proposal_of
 from specwire.core import Logprobs, Proposal
 from specwire.errors import ServiceUnavailableError
 from specwire.rule.beam_search import Beam, BeamRules, BeamSearch, Scored
@@ -115,7 +115,7 @@ def test_beams_are_packed_into_trees_of_limited_size(most: int) -> None:
         assert sorted((beam for tree in trees for beam in tree.beams), key=id) == sorted(beams, key=id)
         for tree in trees:
             assert len(tree.nodes) <= most
-            proposal = tree.proposal(tree.prefix.length)
+            proposal = proposal_of(tree.nodes, tree.prefix.length)
             for beam in tree.beams:
                 below = beam.tokens(tree.prefix.length)
                 assert [*tree.prefix.tokens(), *below] == beam.tokens()
@@ -142,10 +142,10 @@ def test_draft_tokens_follow_their_beams_within_the_room() -> None:
     tree = BeamTree([one, other])
     tree.add(one, Proposal(1, [1, 2], source="draft"), 8)
     tree.add(other, Proposal(1, [1, 3, 4], source="draft", parents=[-1, -1, 1]), 6)
-    assert tree.proposal(0).token_ids == [7, 8, 1, 2, 1, 3]
-    assert tree.proposal(0).parents == [-1, -1, 0, 2, 1, 1]
-    assert drafts_of([tree], 0).parents == [-1, 0, -1, -1]
-    assert drafts_of([tree], 0).source == "num_beams"
+    assert proposal_of(tree.nodes, 0).token_ids == [7, 8, 1, 2, 1, 3]
+    assert proposal_of(tree.nodes, 0).parents == [-1, -1, 0, 2, 1, 1]
+    drafted = proposal_of(tree.nodes[tree.num_live_nodes :], 0)
+    assert (drafted.parents, drafted.source) == ([-1, 0, -1, -1], "num_beams")
     tree.add(one, Proposal(1, [1, 5], source="draft"), 8)
     assert len(tree.nodes) == 7
     assert tree.drafted[one, 1] is tree.nodes[2]

@@ -81,9 +81,9 @@ def generation(peers: Peers, **params: Any) -> Generation:
         end_ids=frozenset(sampling.stop_token_ids),
     )
     return Generation(
-        request,
-        peers,
-        peers,
+        request=request,
+        drafter=peers,
+        verifier=peers,
         planner=peers,
         ledger=Ledger(),
         tracer=tracing.Tracing(),

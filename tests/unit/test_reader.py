@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 
-from coordinator.credit import Credit
-from coordinator.reader import CreditReader, Writes
+from coordinator.reader import Credit, CreditReader, Writes
 from specwire.errors import InvalidRequestError, StreamIdleError
 
 IDLE_S = 0.05

@@ -14,8 +14,14 @@ import pytest
 
 from coordinator.cost import Cost
 from coordinator.drafts.counts import CountedOutput, Table
-from coordinator.drafts.methods import MAX_BYTES, MAX_SCOPES, MAX_TOKENS, EarlierOutputs, TextDrafts
-from coordinator.drafts.occurrences import Occurrences
+from coordinator.drafts.methods import (
+    MAX_BYTES,
+    MAX_SCOPES,
+    MAX_TOKENS,
+    EarlierOutputs,
+    Occurrences,
+    TextDrafts,
+)
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
 from coordinator.length.choice import SharedChoice
@@ -65,8 +71,8 @@ def drafter(
     outputs: list[Sequence[int]] | None = None,
 ) -> TextDrafter:
     return TextDrafter(
-        method or Occurrences(CONFIG),
-        model or FakeModel(),
+        method=method or Occurrences(CONFIG),
+        model=model or FakeModel(),
         source="ngram",
         matches_tokens=matches_tokens,
         is_fixed=is_fixed,

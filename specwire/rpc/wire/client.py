@@ -35,19 +35,9 @@ from specwire.v1 import generation_pb2
 
 MAX_MESSAGES = 4096
 
-_FATES = {
-    Fate.ACCEPTED: generation_pb2.FATE_ACCEPTED,
-    Fate.REJECTED: generation_pb2.FATE_REJECTED,
-    Fate.RECOVERED: generation_pb2.FATE_RECOVERED,
-    Fate.BONUS: generation_pb2.FATE_BONUS,
-    Fate.GIVEN: generation_pb2.FATE_GIVEN,
-    Fate.PLAIN: generation_pb2.FATE_PLAIN,
-}
+_FATES = {fate: getattr(generation_pb2, f"FATE_{fate.name}") for fate in Fate}
 _FATE_NAMES = {number: fate for fate, number in _FATES.items()}
-_FINISH_REASONS = {
-    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-}
+_FINISH_REASONS = {reason: getattr(generation_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_REASON_NAMES = {number: reason for reason, number in _FINISH_REASONS.items()}
 _STOPPING: dict[bool | str, generation_pb2.EarlyStopping] = {
     False: generation_pb2.EARLY_STOPPING_HEURISTIC,
@@ -102,9 +92,9 @@ def generate_request(
     elif messages is not None:
         request.messages.SetInParent()
         request.messages.messages.extend(_messages(messages))
-    if messages is None and (tools or chat_template_kwargs):
-        if tools:
-            raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
+    if messages is None and tools:
+        raise InvalidRequestError("tools", f"{len(tools)} tools", "are only for messages")
+    if messages is None and chat_template_kwargs:
         raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "are only for messages")
     if tools:
         if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -165,11 +155,7 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[generation_pb2.Mess
 
 
 def message_from_proto(index: int, message: generation_pb2.Message) -> dict[str, Any]:
-    """A message as a chat template sees it.
-
-    Raises:
-        InvalidRequestError: its other fields are no JSON object, or replace role or content.
-    """
+    """A message as a chat template sees it."""
     name = f"messages[{index}]"
     others = object_from_json(name, message.other_fields)
     if {"role", "content"} & others.keys():
@@ -178,11 +164,7 @@ def message_from_proto(index: int, message: generation_pb2.Message) -> dict[str,
 
 
 def object_to_json(name: str, value: Mapping[str, Any]) -> str:
-    """JSON text of an object.
-
-    Raises:
-        InvalidRequestError: it is none; the field is `name`.
-    """
+    """JSON text of an object; `name` is the field of errors, as below."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise InvalidRequestError(name, value, "must be an object with names as keys")
     return _to_json(name, dict(value), f"{len(value)} fields")
@@ -196,11 +178,7 @@ def _to_json(name: str, value: Any, size: str) -> str:
 
 
 def object_from_json(name: str, text: str) -> dict[str, Any]:
-    """The object of a JSON text; an empty one for the empty text.
-
-    Raises:
-        InvalidRequestError: it is no object; the field is `name`.
-    """
+    """The object of a JSON text; an empty one for the empty text."""
     value = _from_json(name, text or "{}")
     if not isinstance(value, dict):
         raise InvalidRequestError(name, text[:80], "must be an object")
@@ -215,11 +193,7 @@ def _from_json(name: str, text: str) -> Any:
 
 
 def tools_from_json(text: str) -> list[dict[str, Any]]:
-    """The tools of a conversation; none for the empty text.
-
-    Raises:
-        InvalidRequestError: not the JSON text of a list of objects.
-    """
+    """The tools of a conversation, a list of objects; none for the empty text."""
     tools = _from_json("tools", text or "[]")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequestError("tools", text[:80], "must be a list of objects")
@@ -227,18 +201,12 @@ def tools_from_json(text: str) -> list[dict[str, Any]]:
 
 
 def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -> None:
-    """Check the size of the prompt's text before it is encoded, which takes time that others wait.
-
-    Raises:
-        InvalidRequestError: too large; names the form of the prompt.
-    """
+    """Check the size of the prompt's text before it is encoded, which takes time that others wait."""
     form = request.WhichOneof("prompt")
     messages = request.messages.messages
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError("messages", len(messages), f"more than {MAX_MESSAGES} messages")
-    num_bytes = {"text": len(request.text.encode()), "messages": request.messages.ByteSize()}.get(
-        form or "", 0
-    )
+    num_bytes = len(request.text.encode()) if form == "text" else request.messages.ByteSize()
     if num_bytes > max_bytes:
         raise InvalidRequestError(str(form), f"{num_bytes} bytes", f"is over the limit of {max_bytes} bytes")
 
@@ -277,11 +245,7 @@ def _beams_from_proto(request: generation_pb2.GenerateRequest) -> dict[str, Any]
 
 
 def opening_credit(request: generation_pb2.GenerateRequest) -> int:
-    """Most tokens that the generation may be ahead of its client; 0 for no limit.
-
-    Raises:
-        InvalidRequestError: out of range.
-    """
+    """Most tokens that the generation may be ahead of its client; 0 for no limit."""
     credit = request.credit_tokens
     if credit and not MIN_CREDIT_TOKENS <= credit <= MAX_CREDIT_TOKENS:
         problem = f"must be 0 or lie in [{MIN_CREDIT_TOKENS}, {MAX_CREDIT_TOKENS}]"
@@ -295,11 +259,7 @@ def acknowledgement(num_tokens: int) -> generation_pb2.GenerateRequest:
 
 
 def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
-    """The number of tokens, at least 1, that a later request of a stream acknowledges.
-
-    Raises:
-        InvalidRequestError: a count below 1, or any other field; the first that is set is named.
-    """
+    """The number of tokens, at least 1, that a later request of a stream acknowledges, and nothing else."""
     for field, _ in request.ListFields():
         if field.name != "credit_tokens":
             raise InvalidRequestError(field.name, "set", "only the first request of a stream may set it")
@@ -322,14 +282,13 @@ def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> 
 class OpenChunk:
     """The next message of a stream, while rounds add to it: one, or several where the client is slower.
 
+    The first message has the resume info.
+
     Attributes:
         num_tokens: of the output so far, with those of this message.
     """
 
     def __init__(self, info: ResumeInfo) -> None:
-        """Args:
-        info: of the first message.
-        """
         self.num_tokens = 0
         self._sources = {"": 0}
         self._open()
@@ -428,11 +387,7 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
 def prompt_chunk(
     first_index: int, tokens: Iterable[tuple[int, str, Logprobs | None]]
 ) -> generation_pb2.GenerateResponse:
-    """The message with some tokens of the prompt: each with its text and log probabilities.
-
-    Args:
-        first_index: of the first of them in the prompt.
-    """
+    """The message with tokens of the prompt from this index on: each with its text and log probabilities."""
     chunk = generation_pb2.Chunk(
         first_prompt_index=first_index,
         prompt=[

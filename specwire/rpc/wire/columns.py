@@ -6,7 +6,7 @@ Entries of tokens are packed as little-endian bytes, which numpy reads at once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
@@ -33,11 +33,7 @@ def join(arrays: Sequence[IntArray | FloatArray], dtype: str) -> bytes:
 
 
 def unpack(name: str, data: bytes, num_entries: int | None, dtype: str = "<u4") -> Any:
-    """[num_entries] of this type, as it is in the message; None for all that there are.
-
-    Raises:
-        InvalidRequestError: the column has another length.
-    """
+    """[num_entries] of this type, as it is in the message; None for all that there are."""
     size = np.dtype(dtype).itemsize
     if num_entries is None and len(data) % size:
         problem = f"is not a whole number of {size}-byte entries"
@@ -54,11 +50,7 @@ def split(entries: Sequence[Entry], counts: Sequence[int]) -> list[Sequence[Entr
 
 
 def check_lengths(message: Any, num_entries: int, *names: str) -> None:
-    """Columns with one entry for each request.
-
-    Raises:
-        InvalidRequestError: one has another length.
-    """
+    """Refuse columns without one entry for each request."""
     for name in names:
         if len(getattr(message, name)) != num_entries:
             raise InvalidRequestError(name, len(getattr(message, name)), f"must have {num_entries} entries")
@@ -70,13 +62,8 @@ def add(message: Any, nouns: Sequence[Any], attributes: Mapping[str, str]) -> No
         getattr(message, name).extend(map(operator.attrgetter(attribute), nouns))
 
 
-def read(message: Any, num_entries: int, names: Iterable[str]) -> list[Sequence[Any]]:
-    """These columns, in this order.
-
-    Raises:
-        InvalidRequestError: one has another length.
-    """
-    names = tuple(names)
+def read(message: Any, num_entries: int, names: Collection[str]) -> list[Sequence[Any]]:
+    """These columns, in this order."""
     check_lengths(message, num_entries, *names)
     return [getattr(message, name) for name in names]
 
@@ -88,11 +75,7 @@ def add_unusual(message: Any, name: str, entries: Sequence[Any], usual: Any = 0)
 
 
 def read_unusual(message: Any, name: str, num_entries: int, usual: Any = 0) -> Sequence[Any]:
-    """The same.
-
-    Raises:
-        InvalidRequestError: it has another length.
-    """
+    """The same column of a message."""
     found: Sequence[Any] = getattr(message, name)
     if not found:
         return [usual] * num_entries
@@ -107,11 +90,7 @@ def add_lists(message: Any, lens_name: str, name: str, lists: Sequence[Sequence[
 
 
 def read_lists(message: Any, num_lists: int, lens_name: str, name: str, dtype: str) -> tuple[list[int], Any]:
-    """How many entries each list has, and the entries of all, as an array.
-
-    Raises:
-        InvalidRequestError: the columns do not fit each other, or a count is negative.
-    """
+    """How many entries each list has, and the entries of all, as an array."""
     check_lengths(message, num_lists, lens_name)
     counts = list(getattr(message, lens_name))
     if min(counts, default=0) < 0:
@@ -120,11 +99,7 @@ def read_lists(message: Any, num_lists: int, lens_name: str, name: str, dtype: s
 
 
 def traceparents_of(message: Any, num_entries: int) -> Sequence[str]:
-    """One for each request; empty where it is not traced.
-
-    Raises:
-        InvalidRequestError: their number is wrong, or one is too long to be one.
-    """
+    """One for each request; empty where it is not traced."""
     found = read_unusual(message, "traceparents", num_entries, "")
     longest = max(map(len, found), default=0)
     if longest > MAX_TRACEPARENT_LEN:
@@ -144,11 +119,7 @@ def pack_parents(parents: Sequence[Sequence[int]], lengths: Sequence[int]) -> by
 
 
 def split_parents(data: bytes, lengths: Sequence[int]) -> list[Sequence[int]]:
-    """The parents of each proposal; none where all are chains.
-
-    Raises:
-        InvalidRequestError: the column has another length.
-    """
+    """The parents of each proposal; none where all are chains."""
     if not data:
         return [()] * len(lengths)
     return split(unpack("parent_indices", data, sum(lengths), "<i1").tolist(), lengths)
@@ -159,14 +130,11 @@ def split_parents(data: bytes, lengths: Sequence[int]) -> list[Sequence[int]]:
 
 def timings_to_proto(timings: Sequence[Timings]) -> common_pb2.Timings:
     """One entry for each answer."""
-    columns = zip(*timings, strict=True) if timings else ()
-    return common_pb2.Timings(**dict(zip(Timings._fields, columns, strict=False)))
+    return common_pb2.Timings(**dict(zip(Timings._fields, zip(*timings, strict=True), strict=False)))
 
 
 def timings_from_proto(message: common_pb2.Timings, num_entries: int) -> list[Timings]:
-    """Raises:
-    InvalidRequestError: a column has another length.
-    """
+    """One for each answer."""
     return list(map(Timings, *read(message, num_entries, Timings._fields)))
 
 

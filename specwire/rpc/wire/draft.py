@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specwire.core import (
-    MAX_NUM_DRAFT_TOKENS,
-    MAX_NUM_OUTCOMES,
-    Preparation,
-    Proposal,
-    Timings,
-)
+from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Preparation, Proposal, Timings
 from specwire.errors import InvalidRequestError
 from specwire.rpc.wire import columns, proposals
 from specwire.v1 import common_pb2, draft_pb2
@@ -116,11 +110,7 @@ def request_to_proto(
 
 
 def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
-    """The requests of a message. `check_order` checks each by itself.
-
-    Raises:
-        InvalidRequestError: columns that do not fit each other; the message cannot be read.
-    """
+    """The requests of a message. `check_order` checks each by itself."""
     num = len(message.sequence_ids)
     sequence_ids, request_ids, base_lens, *wanted = columns.read(message, num, _REQUEST)
     num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<u4")
@@ -144,20 +134,15 @@ def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
 
 
 def check_order(order: DraftOrder) -> None:
-    """Refuse counts out of range.
-
-    Raises:
-        InvalidRequestError: naming the column and the value.
-    """
-    counts = [("num_draft_tokens", order.num_draft_tokens, 0), ("max_depth", order.max_depth, 0)]
-    if order.prepare is not None:
-        counts += [
-            ("prepare.num_draft_tokens", order.prepare.num_draft_tokens, 1),
-            ("prepare.max_depth", order.prepare.max_depth, 0),
-        ]
-        _check_range("prepare.num_outcomes", order.prepare.num_outcomes, 1, MAX_NUM_OUTCOMES)
-    for name, value, least in counts:
-        _check_range(name, value, least, MAX_NUM_DRAFT_TOKENS)
+    """Refuse counts out of range."""
+    prepare, most = order.prepare, MAX_NUM_DRAFT_TOKENS
+    if prepare is not None:
+        _check_range("prepare.num_outcomes", prepare.num_outcomes, 1, MAX_NUM_OUTCOMES)
+    _check_range("num_draft_tokens", order.num_draft_tokens, 0, most)
+    _check_range("max_depth", order.max_depth, 0, most)
+    if prepare is not None:
+        _check_range("prepare.num_draft_tokens", prepare.num_draft_tokens, 1, most)
+        _check_range("prepare.max_depth", prepare.max_depth, 0, most)
     _check_range("num_chains", order.num_chains, 1, MAX_NUM_DRAFT_TOKENS // max(1, order.num_draft_tokens))
 
 
@@ -214,15 +199,7 @@ def response_to_proto(
 def answers_from_proto(
     message: draft_pb2.DraftResponse, vocab_size: int, source: str = ""
 ) -> list[DraftAnswer]:
-    """The answers of a message.
-
-    Args:
-        vocab_size: of the target, in tokens.
-        source: of the proposals.
-
-    Raises:
-        InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
-    """
+    """The answers of a message; `vocab_size` is the target's, `source` that of the proposals."""
     num = len(message.sequence_ids)
     sequence_ids, request_ids, base_lens, *others = columns.read(message, num, _ANSWER)
     found = proposals.from_proto(message.proposals, base_lens, vocab_size, source)

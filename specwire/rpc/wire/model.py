@@ -1,8 +1,4 @@
-"""What the messages of all three services share, as nouns and back. No I/O.
-
-Incoming messages are checked in this folder, which alone knows both sides, so that the rest of the code has
-only valid nouns.
-"""
+"""What the messages of all three services share, as nouns and back. No I/O."""
 
 from __future__ import annotations
 
@@ -16,12 +12,7 @@ from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2
 
-RULES = {
-    Rule.REJECTION: common_pb2.RULE_REJECTION,
-    Rule.BLOCK: common_pb2.RULE_BLOCK,
-    Rule.KSEQ: common_pb2.RULE_KSEQ,
-    Rule.GUMBEL: common_pb2.RULE_GUMBEL,
-}
+RULES = {rule: getattr(common_pb2, f"RULE_{rule.name}") for rule in Rule}
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 
 
@@ -66,11 +57,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    """The same, as arguments of `SamplingParams`.
-
-    Raises:
-        InvalidRequestError: an unknown rule, or a grammar that cannot be one.
-    """
+    """The same, as arguments of `SamplingParams`."""
     if message.rule and message.rule not in RULE_NAMES:
         raise InvalidRequestError("rule", message.rule, "is not a rule of this protocol version")
     grammar = None
@@ -85,11 +72,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
-    """Parameters of a sequence at a model service.
-
-    Raises:
-        InvalidRequestError: also if seed or rule are unset, which the coordinator chooses.
-    """
+    """Parameters of a sequence at a model service, with seed and rule, which the coordinator chooses."""
     if not message.sampling.HasField("seed"):
         raise InvalidRequestError("seed", "unset", "must be set for a sequence")
     if message.sampling.rule == common_pb2.RULE_UNSPECIFIED:
@@ -132,7 +115,7 @@ def open_sequence(
 
 
 def load_to_proto(load: Load) -> common_pb2.Load:
-    """The load that a response reports; the noun has the message's names."""
+    """The noun has the message's names."""
     return common_pb2.Load(**{name: getattr(load, name) for name in _LOAD})
 
 
@@ -166,7 +149,7 @@ def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
-    """Field by field: the noun has the message's names, capabilities apart."""
+    """The same from the message."""
     fields = {name: getattr(message, name) for name in _MODEL_INFO}
     fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
     fields |= {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids", "devices")}

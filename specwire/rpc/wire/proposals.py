@@ -74,15 +74,7 @@ def _add_supports(
 def from_proto(
     message: common_pb2.Proposals, base_lens: Sequence[int], vocab_size: int, source: str = ""
 ) -> list[Proposal]:
-    """The proposals of a message, which the rule and the target can judge.
-
-    Args:
-        base_lens: of each, in tokens.
-        vocab_size: of the target, in tokens.
-
-    Raises:
-        InvalidRequestError: naming what is wrong with the columns, or with one of the proposals.
-    """
+    """The proposals of a message, which the rule and the target can judge; `vocab_size` is the target's."""
     found = list[Proposal]()
     for each in each_from_proto(message, base_lens, vocab_size, source):
         if isinstance(each, InvalidRequestError):
@@ -99,13 +91,10 @@ def each_from_proto(
     *,
     with_probs: bool = True,
 ) -> list[Proposal | InvalidRequestError]:
-    """As `from_proto`; what is wrong with a proposal takes its place.
+    """As `from_proto`; what is wrong with a proposal takes its place, but for columns that do not fit.
 
     Args:
         with_probs: whether the probabilities of supports must have been sent.
-
-    Raises:
-        InvalidRequestError: the columns do not fit each other.
     """
     num = len(base_lens)
     num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<i4")
@@ -151,11 +140,7 @@ class _TokenColumns(NamedTuple):
 
     @classmethod
     def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _TokenColumns:
-        """All of a message.
-
-        Raises:
-            InvalidRequestError: the columns do not fit each other, or padding comes before an id.
-        """
+        """All of a message, checked as columns."""
         num = len(token_ids) if message.support_lens else 0
         sent_lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
         ends = np.cumsum(sent_lens)
@@ -184,9 +169,6 @@ class _TokenColumns(NamedTuple):
         """Of each of some tokens; copies, since a proposal that is kept must not keep all of its message.
 
         Without probabilities, a support of one token is certain of it.
-
-        Raises:
-            InvalidRequestError: some have supports, and others have none.
         """
         sent_lens, bounds = self.sent_lens[tokens], self.bounds[tokens.start : tokens.stop + 1]
         if not any(sent_lens):
@@ -202,11 +184,7 @@ class _TokenColumns(NamedTuple):
         return [Support(own, probs) if len(own := ids[part]) > 1 else certain(own)[0] for part in parts]
 
     def check(self, vocab_size: int) -> None:
-        """Refuse tokens and supports that the rule or the target could not judge.
-
-        Raises:
-            InvalidRequestError: naming what is wrong.
-        """
+        """Refuse tokens and supports that the rule or the target could not judge."""
         check_token_ids("token_ids", self.token_ids, vocab_size)
         if not any(self.sent_lens):
             return
@@ -230,11 +208,7 @@ class _TokenColumns(NamedTuple):
 
 
 def _sound(proposal: Proposal, num_chains: int) -> Proposal:
-    """As it is judged: several chains share nodes, and what is spelt out as a tree may be a chain.
-
-    Raises:
-        InvalidRequestError: parents that are no tree, a tree with supports, or other tokens than of chains.
-    """
+    """As it is judged: several chains share nodes, and what is spelt out as a tree may be a chain."""
     num_tokens, has_supports = len(proposal.token_ids), bool(proposal.supports)
     may_be_several = has_supports and 1 <= num_chains <= MAX_NUM_DRAFT_TOKENS
     if num_chains != 1 and (not may_be_several or num_tokens % num_chains):
@@ -247,11 +221,7 @@ def _sound(proposal: Proposal, num_chains: int) -> Proposal:
 
 
 def _merged(proposal: Proposal, num_chains: int) -> Proposal:
-    """Several chains as one proposal.
-
-    Raises:
-        InvalidRequestError: tokens that follow the same tokens have different supports.
-    """
+    """Several chains as one proposal; tokens that follow the same tokens must have the same supports."""
     supports, length = proposal.supports, len(proposal.token_ids) // num_chains
     starts = range(0, len(supports), length)
     found = chains.merged(
@@ -272,11 +242,7 @@ def _merged(proposal: Proposal, num_chains: int) -> Proposal:
 def paths_of(
     message: draft_pb2.PreparedProposals | verify_pb2.AheadProposals, num: int, vocab_size: int
 ) -> list[Sequence[int]]:
-    """The path of each proposal: the tokens between its `base_lens` and it.
-
-    Raises:
-        InvalidRequestError: columns that do not fit each other, or tokens outside the vocabulary.
-    """
+    """The path of each proposal: the tokens between its `base_lens` and it."""
     path_lens, token_ids = columns.read_lists(message, num, "path_lens", "path_token_ids", "<u4")
     check_token_ids("path_token_ids", token_ids, vocab_size)
     return columns.split(token_ids.tolist(), path_lens)
@@ -284,16 +250,11 @@ def paths_of(
 
 def num_bytes(path: Sequence[int], proposal: Proposal, support_len: int) -> int:
     """About the size of a proposal ahead in a message, whose supports have so many entries."""
-    num_supports = len(proposal.supports)
-    return 32 + 4 * (len(path) + len(proposal.token_ids)) + 8 * support_len * num_supports
+    return 32 + 4 * (len(path) + len(proposal.token_ids)) + 8 * support_len * len(proposal.supports)
 
 
 def check_path(base_len: int, path: Sequence[int]) -> None:
-    """Refuse a proposal that follows what no sequence has.
-
-    Raises:
-        InvalidRequestError: naming what is out of range.
-    """
+    """Refuse a proposal that follows what no sequence has."""
     if base_len < 0:
         raise InvalidRequestError("base_lens", base_len, "must be at least 0")
     if len(path) > MAX_PATH_LEN:

@@ -40,11 +40,7 @@ class TokenizerFiles:
         return hashlib.sha256(self.data).hexdigest() if self.data else ""
 
     def page(self, offset: int) -> bytes:
-        """What is sent from there on; empty beyond the end.
-
-        Raises:
-            InvalidRequestError: a negative offset.
-        """
+        """What is sent from there on; empty beyond the end, `InvalidRequestError` before the beginning."""
         if offset < 0:
             raise InvalidRequestError("offset", offset, "must be at least 0")
         return self.data[offset : offset + PAGE_BYTES]
@@ -85,11 +81,7 @@ NO_FILES = TokenizerFiles()
 
 
 def read(source: str | Path) -> TokenizerFiles:
-    """Those of a model's directory or hub id.
-
-    Raises:
-        ModelLoadError: `source` does not exist.
-    """
+    """Those of a model's directory or hub id; `ModelLoadError` if it does not exist."""
     directory = tokenizer.directory_of(str(source))
     paths = [directory / name for name in tokenizer.FILES]
     paths += directory.glob("additional_chat_templates/*.jinja")

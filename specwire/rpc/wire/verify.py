@@ -55,13 +55,10 @@ _CONTINUATION = {"ahead_ids": "ahead_id", "next_token_ids": "outcome.next_token"
 
 
 class VerifyOrder(NamedTuple):
-    """A request: commit tokens, and judge a proposal after them.
+    """A request: commit tokens, and judge a proposal after them. What a `DraftOrder` has too is the same.
 
     Attributes:
-        base_len: length that the sequence is rolled back to, in tokens.
-        token_ids: committed after it.
         proposal: what to judge after these; empty if the receiver has announced that it went on with it.
-        traceparent: of the span around it; empty if it is not traced.
         ahead_id: of the proposal that the receiver has announced; else 0.
         wanted: of the receiver after the verdict.
         needs_probs: the receiver may apply the rule itself, so draft probabilities are sent.
@@ -143,12 +140,7 @@ def request_to_proto(
 
 
 def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> list[AheadOrder]:
-    """The proposals ahead of a message. `check_ahead` checks each by itself.
-
-    Raises:
-        InvalidRequestError: too many of them, columns that do not fit each other, or proposals that could
-            not be judged.
-    """
+    """The proposals ahead of a message. `check_ahead` checks each by itself."""
     num = len(message.sequence_ids)
     if num > MAX_AHEAD_OF_MESSAGE:
         raise InvalidRequestError("sequence_ids", num, f"over {MAX_AHEAD_OF_MESSAGE} proposals in a message")
@@ -164,9 +156,6 @@ def check_ahead(order: AheadOrder, last_id: int, context_len: int) -> None:
     Args:
         last_id: of its proposals so far; 0 before the first one.
         context_len: of the target, in tokens.
-
-    Raises:
-        InvalidRequestError: naming the column and the value.
     """
     if order.ahead_id <= last_id:
         raise InvalidRequestError("ahead_ids", order.ahead_id, f"must be over {last_id}, the last one")
@@ -181,14 +170,7 @@ def check_ahead(order: AheadOrder, last_id: int, context_len: int) -> None:
 
 
 def orders_from_proto(message: verify_pb2.VerifyRequest, vocab_size: int) -> list[VerifyOrder]:
-    """The requests of a message.
-
-    Args:
-        vocab_size: of the target, in tokens.
-
-    Raises:
-        InvalidRequestError: columns that do not fit each other; the message cannot be read.
-    """
+    """The requests of a message; `vocab_size` is the target's, in tokens."""
     num = len(message.sequence_ids)
     sequence_ids, request_ids, base_lens = columns.read(message, num, _REQUEST)
     num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<u4")
@@ -285,7 +267,6 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
     """The answers of a message.
 
     Raises:
-        InvalidRequestError: columns that do not fit each other, or proposals that could not be judged.
         InternalError: probabilities that no target has.
     """
     num = len(message.sequence_ids)
@@ -323,11 +304,7 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
 def _probs_from_proto(
     message: verify_pb2.VerifyResponse, token_ids: IntArray, num_rows: Sequence[int], vocab_size: int
 ) -> tuple[Sequence[Sequence[FloatArray]], Sequence[Sequence[float]]]:
-    """Probabilities and tail masses of each answer's draft positions; none where it has no supports.
-
-    Raises:
-        InvalidRequestError, InternalError: target tokens or probabilities that no target has.
-    """
+    """Probabilities and tail masses of each answer's draft positions; none where it has no supports."""
     num = len(token_ids) if message.support_lens else 0
     lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
     probs = columns.unpack("target_probs", message.target_probs, int(lens.sum()), "<f4")
@@ -352,11 +329,7 @@ def _probs_from_proto(
 def _check_probs(
     probs: FloatArray, lens: IntArray, masses: npt.NDArray[np.float64], is_there: npt.NDArray[np.bool_]
 ) -> None:
-    """Refuse what is no distribution on a support and its tail; a row whose token is not there means nothing.
-
-    Raises:
-        InternalError: naming what is wrong.
-    """
+    """Refuse what is no distribution on a support and its tail, but for rows whose token is not there."""
     if not len(lens):
         return
     sums = np.add.reduceat(probs, np.cumsum(lens) - lens, dtype=np.float64) + masses
