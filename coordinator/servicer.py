@@ -14,7 +14,8 @@ from coordinator.beams.answer import BeamAnswer
 from coordinator.beams.followers import BeamDrafts, Followers
 from coordinator.beams.planning import BeamPlanner, SharedBeamCosts
 from coordinator.beams.search import BeamGeneration
-from coordinator.drafts.choice import DefaultRequests, DraftChoices
+from coordinator.credit import Credit
+from coordinator.drafts.choice import DraftChoices
 from coordinator.drafts.methods import TextDrafts
 from coordinator.drafts.own import OwnDrafter
 from coordinator.generation import Drafter, Generation, Planner
@@ -31,7 +32,8 @@ from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
-from coordinator.reader import Credit, CreditReader, Writes
+from coordinator.plain import DefaultRequests
+from coordinator.reader import CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session

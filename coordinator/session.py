@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.credit import Credit
 from coordinator.generation import Drafter, Round
 from coordinator.ledger import Ledger
-from coordinator.reader import Credit
 from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
 from coordinator.text import TextAssembler

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator.cost import Cost
+from coordinator.credit import Credit
 from coordinator.generation import Round
 from coordinator.ledger import Ledger
-from coordinator.reader import Credit
 from coordinator.session import Session
 from coordinator.tally import Tally
 from specwire.completion import Chunk, ResumeInfo

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coordinator.reader import Credit
+from coordinator.credit import Credit
 from specwire import InvalidRequestError
 from specwire.core import MAX_CREDIT_TOKENS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
 from tests.support.paused import most_ahead

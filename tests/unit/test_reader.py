@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from coordinator.reader import Credit, CreditReader, Writes
+from coordinator.credit import Credit
+from coordinator.reader import CreditReader, Writes
 from specwire.errors import InvalidRequestError, StreamIdleError
 
 IDLE_S = 0.05
