@@ -49,9 +49,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         max_outcomes: most that may be prepared at a time; 0 for none.
         support_len: length that all supports are padded to.
         forecasts: learnt from sequences that sample in the same way.
-        shared: of a draft with another vocabulary than the target.
-        hierarchy: of a draft with a drafter of its own.
-        learner: of a draft that learns.
     """
 
     def __init__(

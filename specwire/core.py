@@ -616,10 +616,7 @@ class ModelInfo:
         context_len: most tokens of one sequence, prompt and output together; of an encoder-decoder, of what
             its decoder has.
         tokenizer_fingerprint: hash of the token → id table; empty without a tokenizer.
-        dtype: of the weights.
-        num_parameters: count.
         eos_token_ids: the model's own end-of-sequence tokens.
-        protocol_version: of `specwire.v1`.
         incarnation: differs after every restart of the service.
         tokenizer_source: where the service has loaded the tokenizer from; empty without a tokenizer.
         tokenizer_hash, tokenizer_bytes: of a target, SHA-256 and size of its `TokenizerFiles`.

@@ -137,7 +137,7 @@ def parents_of(proposal: Proposal) -> Sequence[int]:
 
 
 def _selected(
-    proposal: Proposal, nodes: Sequence[int], base_len: int, root: int = -1, leaves: Sequence[int] = ()
+    proposal: Proposal, nodes: Sequence[int], base_len: int, root: int, leaves: Sequence[int]
 ) -> Proposal:
     """These nodes of a tree; those whose parent is not among them follow the prefix.
 

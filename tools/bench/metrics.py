@@ -62,10 +62,7 @@ class RequestRecord:
         chunk_tokens: [num_chunks] tokens of each; where the protocol does not say, 1.
         num_input_tokens, num_output_tokens: as the server counted them; 0 for a failed request.
         status: name of the gRPC status it ended with.
-        error: message of the error, if it failed.
         num_refusals: how often it was refused with RESOURCE_EXHAUSTED, retried or not.
-        speculation: counts of its speculation.
-        text: its output.
     """
 
     start_s: float = 0.0

@@ -21,7 +21,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from specwire.config.fields import split_address
 from specwire.config.link import Link, ProxyConfig
@@ -181,7 +181,7 @@ class DelayProxy:
 
     def _accept(self) -> asyncio.Protocol:
         seed = f"{self._link.seed}/{next(self._numbers)}"
-        connection = _Connection(self.to, self._connections, self._lanes, self._alarm, seed)
+        connection = _Connection(self.to, self._lanes, self._alarm, seed, self._connections.discard)
         self._connections.add(connection)
         return connection.client
 
@@ -192,15 +192,12 @@ class _Connection:
     def __init__(
         self,
         to: tuple[str, int],
-        others: set[_Connection],
         lanes: tuple[LinkDirection, LinkDirection],
         alarm: Alarm,
         seed: str,
+        on_end: Callable[[_Connection], None],
     ) -> None:
-        """Args:
-        others: of its proxy, from which it removes itself at its end.
-        """
-        self._to, self._others = to, others
+        self._to, self._on_end = to, on_end
         self._opening: asyncio.Task[None] | None = None
         self.client, self.service = _End(self), _End(self)
         there = DelayLine(lanes[0], alarm, self.client, self.service, f"{seed}/there")
@@ -228,7 +225,7 @@ class _Connection:
 
     def end_is_gone(self) -> None:
         if self.client.is_gone and self.service.is_gone:
-            self._others.discard(self)
+            self._on_end(self)
 
 
 class _End(asyncio.Protocol):
