@@ -167,8 +167,12 @@ class StopMatcher:
 
 def _num_open(text: str, stop: str) -> int:
     """Latest characters of the text that may be the beginning of a stop string."""
-    longest = min(len(stop) - 1, len(text))
-    return next((num for num in range(longest, 0, -1) if text.endswith(stop[:num])), 0)
+    start = max(0, len(text) - len(stop) + 1)
+    while (start := text.find(stop[0], start)) >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0
 
 
 Item = TypeVar("Item")
