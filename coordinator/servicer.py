@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from coordinator import spans
 from coordinator.admission import Admission, AdmissionSlot
 from coordinator.beams.answer import BeamAnswer
 from coordinator.beams.followers import BeamDrafts, Followers
@@ -37,7 +38,7 @@ from coordinator.reader import CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
 from coordinator.scoring import PromptScores, scoring
 from coordinator.session import Session
-from coordinator.totals import CALL, CallRecord, Totals, of_request
+from coordinator.totals import CallRecord, Totals
 from specwire import clock
 from specwire.completion import Stage
 from specwire.config.security.bearer import Principal
@@ -135,7 +136,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             # A stream that ends without a request counts as one whose request has no prompt.
             message = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(message, listening.caller(context))
-            call.span.set(of_request(checked, self.verify.info.name))
+            call.span.set(spans.of_request(checked, self.verify.info.name))
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             pace = credit, self.config.idle_timeout_s, self._writes
@@ -162,7 +163,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             names.GENERATE,
             kind=SpanKind.SERVER,
             parent=self._tracer.propagators.read(metadata),
-            attributes={**CALL, names.REQUEST_ID: request_id or None},
+            attributes={**spans.CALL, names.REQUEST_ID: request_id or None},
             start_ns=clock.epoch_ns(ledger.arrived_ns),
         )
         if request_id:
@@ -194,7 +195,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 tracer=self._tracer,
                 trace_detail=self.config.trace_detail,
                 parent=call.span,
-                turns=served.closing(drafter, verifier),
+                turns=served.with_peers(drafter, verifier),
             )
             session = Session(
                 request=request,
@@ -234,7 +235,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 tokenizer=self._tokenizer,
                 ledger=call.ledger,
                 parent=call.span,
-                turns=served.closing(verifier),
+                turns=served.with_peers(verifier),
             )
             async with contextlib.aclosing(scores.messages()) as messages:
                 async for message in messages:
@@ -262,7 +263,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ledger=call.ledger,
                 tracer=self._tracer,
                 parent=call.span,
-                turns=served.closing(drafts, targets),
+                turns=served.with_peers(drafts, targets),
             )
             answer = BeamAnswer(
                 request=request,
@@ -426,7 +427,9 @@ class _Served:
     call: CallRecord
     peers: tuple[Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier], ...] = ()
 
-    def closing(self, *peers: Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier]) -> _Served:
+    def with_peers(
+        self, *peers: Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier]
+    ) -> _Served:
         """This one, with these peers."""
         self.peers = peers
         return self

@@ -1,5 +1,4 @@
-"""Counts over the requests of a coordinator; of each, what its log line and its span say, without text or a
-client's name.
+"""Counts over the requests of a coordinator, and a log line for each, without text or a client's name.
 
 Tokens, rounds and stages are counted as they happen, and a request when it has ended, successfully or not.
 """
@@ -16,14 +15,14 @@ from functools import partial
 
 import grpc.aio
 
+from coordinator import spans
 from coordinator.beams.answer import BeamAnswer
 from coordinator.ledger import Ledger
-from coordinator.requests import CheckedRequest
 from coordinator.session import Session
 from coordinator.tally import Tally
 from specwire import clock, errors
 from specwire.completion import Completion, FinishReason, Stage, Timing
-from specwire.telemetry import logs, tracing
+from specwire.telemetry import logs
 from specwire.telemetry import semantics as names
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.semantics import stage_attribute
@@ -203,7 +202,7 @@ def _report(call: CallRecord, done: Completion | None, timing: Timing) -> None:
     stages = {stage_attribute(stage): spent_ms for stage, spent_ms in timing.stages.items() if spent_ms}
     call.span.set({**stages, names.AHEAD_MS: timing.ahead_ms})
     if done is not None:
-        call.span.set(of_generation(done, has_ended=call.status == OK))
+        call.span.set(spans.of_generation(done, has_ended=call.status == OK))
     call.span.end(clock.epoch_ns(call.ledger.closed_ns))
     if log.isEnabledFor(logging.INFO):
         ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
@@ -228,50 +227,4 @@ def _facts(status: str, done: Completion | None, timing: Timing) -> dict[str, ob
         "draft_tokens": done.speculation.num_draft_tokens,
         "accepted_tokens": done.speculation.num_accepted_tokens,
         "prepared": done.speculation.num_prepared,
-    }
-
-
-# --- attributes of spans ------------------------------------------------------------------------------
-
-CALL: tracing.Attributes = {
-    names.RPC_SYSTEM_NAME: names.GRPC,
-    names.RPC_METHOD: "specwire.v1.GenerationService/Generate",
-    names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
-}
-"""Known when a call arrives."""
-
-
-def of_request(checked: CheckedRequest, model: str) -> tracing.Attributes:
-    """Of a request that is valid."""
-    params, is_chat = checked.params, checked.message.HasField("messages")
-    return {
-        names.GEN_AI_OPERATION_NAME: names.OPERATION_CHAT if is_chat else names.OPERATION_TEXT_COMPLETION,
-        names.GEN_AI_REQUEST_MODEL: model,
-        names.GEN_AI_REQUEST_MAX_TOKENS: params.max_tokens,
-        names.GEN_AI_REQUEST_TEMPERATURE: params.temperature,
-        names.GEN_AI_REQUEST_TOP_K: params.top_k or None,
-        names.GEN_AI_REQUEST_TOP_P: params.top_p,
-        names.GEN_AI_REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
-        names.GEN_AI_REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
-        names.GEN_AI_REQUEST_SEED: params.seed if checked.message.sampling.HasField("seed") else None,
-        names.RULE: params.rule,
-    }
-
-
-def of_generation(done: Completion, *, has_ended: bool) -> tracing.Attributes:
-    """As far as it came."""
-    speculation = done.speculation
-    first_ms = done.timing.time_to_first_token_ms
-    return {
-        names.GEN_AI_RESPONSE_MODEL: done.model,
-        names.GEN_AI_RESPONSE_FINISH_REASONS: [done.finish_reason.value] if has_ended else None,
-        names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: first_ms / 1e3 if first_ms else None,
-        names.GEN_AI_USAGE_INPUT_TOKENS: done.usage.prompt_tokens,
-        names.GEN_AI_USAGE_OUTPUT_TOKENS: done.usage.completion_tokens,
-        names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: done.usage.cached_tokens,
-        names.NUM_ROUNDS: speculation.num_rounds,
-        names.NUM_DRAFT_TOKENS: speculation.num_draft_tokens,
-        names.NUM_ACCEPTED_TOKENS: speculation.num_accepted_tokens,
-        names.NUM_PREPARED: speculation.num_prepared,
-        names.DRAFT_AVAILABLE: not speculation.draft_unavailable,
     }

@@ -12,7 +12,14 @@ branches; every other branch is closed, and its memory is free before the next f
 same as if they had been requested: a draft token depends only on seed, position and the tokens before it, and
 under block verification on the committed length that the branch is for.
 
-It never waits: each call does what can be done now, and the engine's results continue it. Knows no grpc.
+It never waits: each call does what can be done now, and the engine's results continue it.
+
+    request(..)         serve it if none is served, else queue it
+    settle(.., result)  of a job; the answer to the request that waited for it, then the next request
+    work_ahead()        after results: branch out
+    take_ready()        when the link has room: prepared proposals
+
+Knows no grpc.
 """
 
 from __future__ import annotations

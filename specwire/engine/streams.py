@@ -22,7 +22,8 @@ from specwire.config.security.bearer import Principal
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import DeadlineExceededError, InternalError, InvalidRequestError, SpecwireError
-from specwire.rpc.draining import Drain, Slots
+from specwire.rpc.draining import Drain
+from specwire.rpc.slots import Slots
 from specwire.rpc.wire import columns
 from specwire.v1 import common_pb2
 

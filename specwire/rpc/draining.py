@@ -1,16 +1,12 @@
-"""The running requests of a service, from when it serves to its graceful end, and how many calls each caller
-may have open. Knows no grpc."""
+"""The running requests of a service, from when it serves to its graceful end. Knows no grpc."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
-from specwire.errors import ResourceExhaustedError, ServiceDrainingError, ServiceLoadingError
-
-_RETRY_AFTER_MS = 1_000
+from specwire.errors import ServiceDrainingError, ServiceLoadingError
 
 
 class Drain:
@@ -67,35 +63,3 @@ class Drain:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         return not self.num_running
-
-
-class Slots:
-    """Slots that open calls hold, counted for each key that has a limit: a caller, a connection.
-
-    Args:
-        what: the plural noun of what is counted, for errors.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._held: Counter[str] = Counter()
-
-    @contextlib.contextmanager
-    def held(self, limits: Mapping[str, int]) -> Iterator[None]:
-        """Hold a slot of each key while the body runs; `ResourceExhaustedError` if one has none left.
-
-        Args:
-            limits: key to its number of slots.
-        """
-        for key, most in limits.items():
-            if self._held[key] >= most:
-                problem = f"{most} {self._what} of {key} are open, which is the most"
-                raise ResourceExhaustedError(problem, _RETRY_AFTER_MS)
-        self._held.update(limits.keys())
-        try:
-            yield
-        finally:
-            self._held.subtract(limits.keys())
-            for key in limits:
-                if not self._held[key]:
-                    del self._held[key]

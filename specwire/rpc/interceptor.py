@@ -31,7 +31,8 @@ from grpc_health.v1 import health
 from specwire.config.security.bearer import Principal, Tokens, bearer_token
 from specwire.errors import DeadlineExceededError, InvalidRequestError, UnauthenticatedError
 from specwire.rpc import listening
-from specwire.rpc.draining import Drain, Slots
+from specwire.rpc.draining import Drain
+from specwire.rpc.slots import Slots
 
 _OURS = "/specwire."
 _HEALTH = f"/{health.SERVICE_NAME}/"

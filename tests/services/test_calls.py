@@ -31,8 +31,8 @@ from specwire.config.services import VerifyConfig
 from specwire.rpc import interceptor as calls
 from specwire.rpc import private
 from specwire.rpc import server as rpc_server
-from specwire.rpc.draining import Slots
 from specwire.rpc.server import Server
+from specwire.rpc.slots import Slots
 from specwire.rpc.statuses import from_rpc_error
 from tests.support.certificates import Authority
 from tests.support.harness import LocalStack, local_stack
