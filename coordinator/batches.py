@@ -15,9 +15,12 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import Counter, defaultdict, deque
+import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -178,11 +181,12 @@ class BatchDrafter:
         Blocks no longer than proposals are worth. What fails is logged, and costs proposals only.
         """
         try:
-            found: list[list[int]] = self._run(self._propose(rows, clock.stopwatch_ns()))
+            found: Future[list[list[int]]] = Future()
+            asyncio.run_coroutine_threadsafe(self._propose(rows, clock.stopwatch_ns(), found), self._loop)
+            return found.result()
         except Exception:
             log.exception("no proposals in this step")
             return [[] for _ in rows]
-        return found
 
     def take_counts(self) -> Counts:
         """What became of proposals since the last time; between steps."""
@@ -203,14 +207,17 @@ class BatchDrafter:
 
     # --- a step -------------------------------------------------------------------------------------
 
-    async def _propose(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
+    async def _propose(self, rows: Sequence[Row | None], now_ns: int, found: Future[list[list[int]]]) -> None:
         """All sequences end some time after the last step: the engine says of none that it has ended."""
         if self._idle is not None:
             self._idle.cancel()  # or it would end sequences whose proposals are waited for
         try:
-            return await self._step(rows, now_ns)
-        finally:
-            self._idle = self._loop.call_later(_IDLE_S, self._end_all)
+            found.set_result(await self._step(rows, now_ns))
+        except BaseException as error:
+            found.set_exception(error)
+        # The engine's thread goes on first: sending keeps the interpreter's lock for 13 us a row.
+        time.sleep(1e-4)  # noqa: ASYNC251
+        self._idle = self._loop.call_later(_IDLE_S, self._end_all)
 
     async def _step(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
         """Learn from the step that has ended, and find proposals for the next one."""
@@ -243,10 +250,8 @@ class BatchDrafter:
         return [list(each.proposal.token_ids) if each is not None else [] for each in self._rows]
 
     async def _ask(self, sequence: _Sequence, plan: Plan, patience_s: float) -> None:
-        plan = replace(plan, patience_s=min(plan.patience_s, patience_s))
-        sequence.proposal, sequence.cost = await sequence.drafter.propose(
-            sequence.committed, plan, sequence.span
-        )
+        propose, plan = sequence.drafter.propose, replace(plan, patience_s=min(plan.patience_s, patience_s))
+        sequence.proposal, sequence.cost = await propose(sequence.committed, plan, sequence.span)
 
     def _count(self, running: Iterable[_Sequence]) -> None:
         counts = self._counts
@@ -292,18 +297,16 @@ class BatchDrafter:
     # --- sequences ----------------------------------------------------------------------------------
 
     def _found(self, rows: Sequence[Row | None]) -> list[_Sequence | None]:
-        """The sequence of each row: the one that had all of its tokens but the new ones; or another one."""
-        waiting: dict[bytes, deque[_Sequence]] = defaultdict(deque)
-        for sequence in self._sequences:
-            waiting[sequence.known].append(sequence)
+        """The sequence that had all of a row's tokens but the new ones, mostly at its place; or another."""
         found: list[_Sequence | None] = []
-        for row in rows:
-            if row is None:
-                found.append(None)
-                continue
-            same = waiting.get(row.token_ids[: row.num_tokens - row.num_new].tobytes())
-            sequence = same.popleft() if same else self._opened(row)
-            sequence.seen_in = self._num_steps
+        now = self._num_steps
+        for row, likely in zip(rows, chain(self._rows, repeat(None)), strict=False):
+            sequence = None
+            if row is not None:
+                known = row.token_ids[: row.num_tokens - row.num_new].tobytes()
+                left = (each for each in chain([likely], self._sequences) if each and each.seen_in != now)
+                sequence = next((each for each in left if each.known == known), None) or self._opened(row)
+                sequence.seen_in = now
             found.append(sequence)
         return found
 

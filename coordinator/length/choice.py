@@ -17,12 +17,12 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from coordinator.generation import Round
+from coordinator.generation import Plan, Round
 from coordinator.length.round_costs import Block, RoundCosts
 from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Deviations, Moment, Way
 from specwire.core import Load
@@ -71,13 +71,14 @@ _SHARE_ROUNDS = 100
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more than 32
 streams, a quarter of them."""
-_LEARNT_ROUNDS = 32
+_LEARNT_ROUNDS = 16
 """Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
 _NEW_OCTAVES = 0.5
 """The choice is made anew once the number of streams has changed by so many doublings."""
 
 
-class Prospects(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Prospects:
     """What rounds of a way promise to an average stream: each [MAX_CHOSEN + 1], by draft tokens in a row."""
 
     tokens: list[float]  # that a round commits
@@ -86,6 +87,7 @@ class Prospects(NamedTuple):
     plain_ns: float  # a round of plain decoding, of all streams
     hit_rate: float = 0.0  # of those that do not wait
     longest: int = MAX_CHOSEN  # draft tokens in a row that a stream may choose
+    plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)  # that follow, of all streams
 
     def rate(self, most: int) -> float:
         """Most tokens a nanosecond with 1 to `most` draft tokens."""
@@ -220,42 +222,44 @@ class SharedChoice:
             usual = max(_REFRESH_ROUNDS, self._num_streams // 4)
             self._refresh_at = self._num_rounds + min(usual, 1 + self._num_rounds // 2)
             self._prospects.clear()
-        if way not in self._prospects:
-            self._prospects[way] = self._promised(way)
-        return self._prospects[way]
+        found = self._prospects.get(way)
+        if found is None:
+            found = self._prospects[way] = self._promised(way)
+        return found
 
-    @property
-    def learns_next(self) -> bool:
-        """Whether costs are learnt from the next round that is added."""
-        return not self.are_known or self._num_rounds + 1 >= self._learn_at
-
-    def add(self, done: Round, way: Way, elapsed_ns: int) -> None:
-        """Count a round of any stream and its time, and learn from it if its turn has come."""
-        is_learnt = self.learns_next
+    def add(self, done: Round, way: Way, elapsed_ns: int) -> bool:
+        """Count a round of any stream, and learn from it if its turn has come; says whether it has."""
+        num_streams = self._num_streams
         self._num_rounds += 1
-        self._now += elapsed_ns / 1e9 / self._num_streams
-        if not is_learnt:
-            return
+        self._now += elapsed_ns / 1e9 / num_streams
+        if self.are_known and self._num_rounds < self._learn_at:
+            return False
         # An odd number: not the rounds of the same streams each time.
-        self._learn_at = self._num_rounds + (self._num_streams // _LEARNT_ROUNDS | 1)
+        self._learn_at = self._num_rounds + (num_streams // _LEARNT_ROUNDS | 1)
         self.costs.add(done, way)
         if not self.are_known and self.costs.are_known:
             self.are_known = True
             self._held.clear()
+        return True
 
-    def add_settled(self, among: Among, way: Way, done: Round, elapsed_ns: int, *, is_plain: bool) -> None:
-        """A round of a stream that has settled under a way, and its time; for `is_plain` see `Block`."""
+    def add_settled(
+        self, among: Among, way: Way, num_steps: int, num_tokens: int, elapsed_ns: int, is_plain: bool
+    ) -> None:
+        """A round of a stream that has settled under a way, as `Block.add` takes it."""
         held = self._held.get(among)
-        if not self.are_known or held is None or way != held.way or not self._open(among)[1:]:
+        if not self.are_known or held is None or way != held.way:
             return
         block, num_streams = held.block, self._num_streams
-        block.add(done.num_steps, len(done.token_ids), elapsed_ns, is_plain=is_plain)
+        block.add(num_steps, num_tokens, elapsed_ns, is_plain=is_plain)
         self._earned += _TRIAL_SHARE * elapsed_ns / 1e9 / num_streams
         disappoints = block.num_tokens < held.least_rate * block.time_ns
         rounds, least_ns = (1, _EARLY_NS) if disappoints else (_BLOCK_ROUNDS, _BLOCK_NS)
         if block.num_rounds >= rounds * num_streams and block.time_ns >= least_ns * num_streams:
-            self._learn_block(block, among)
-            self._held[among] = self._decided(among, held)
+            if self._open(among)[1:]:
+                self._learn_block(block, among)
+                self._held[among] = self._decided(among, held)
+            else:  # nothing to choose
+                held.block = Block(way)
 
     def _learn_block(self, block: Block, among: Among) -> None:
         block.num_sequences = self.costs.num_sequences
@@ -382,8 +386,8 @@ class SharedChoice:
         if PLAIN not in self._measured:  # passes seem dearer while drafts take turns with them
             plain_ns = min(plain_ns, costs.alone_ns(self._num_streams) or plain_ns)
         lengths = range(1, MAX_CHOSEN + 1)
-        drafted = [slowness * costs.round_ns(way, n) for n in lengths]
         unwaited = [plain_ns, *(slowness * costs.unwaited_ns(way, n) for n in lengths)]
+        drafted = [unwaited[n] + slowness * costs.wait_ns(way, n) for n in lengths]
         # Where the target drafts for all streams after a pass, one without draft tokens waits for the others.
         others = 1 - 1 / self._num_streams if way.drafts and costs.is_drafted_by_target else 0.0
         usual_ns = drafted[min(MAX_CHOSEN, max(1, round(costs.mean_drafted))) - 1]

@@ -106,17 +106,16 @@ class _Observer:
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""
         way = PLAIN if self._way is None else self._way
-        is_learnt = self._shared.learns_next
+        is_learnt, num_steps = self._shared.add(done, way, elapsed_ns), done.num_steps
         # Without draft tokens the text may change, too.
-        if (is_learnt and done.num_steps) or (self._is_adaptive and way.drafts):
+        if (is_learnt and num_steps) or (self._is_adaptive and way.drafts):
             text = self._text(way.num_nodes)
-            text.add(done.num_steps, done.outcome.num_accepted, is_shared=is_learnt)
-        self._shared.add(done, way, elapsed_ns)
+            text.add(num_steps, done.outcome.num_accepted, is_shared=is_learnt)
         if self.limit and self._is_settled and not done.draft_cost.draft_unavailable:
             load = done.verify_cost.load
             prompts_ns = min(load.prefill_ns, int(_MOST_PROMPTS * elapsed_ns)) if load else 0
-            is_plain = not (done.num_steps or self._waits)
-            self._shared.add_settled(self._among, way, done, elapsed_ns - prompts_ns, is_plain=is_plain)
+            is_plain, took_ns = not (num_steps or self._waits), elapsed_ns - prompts_ns
+            self._shared.add_settled(self._among, way, num_steps, len(done.token_ids), took_ns, is_plain)
 
 
 class FixedLength(_Observer):
@@ -178,11 +177,20 @@ class AdaptiveLength(_Observer):
             found = Length(min(FIRST_LENGTH, self.limit), min(FIRST_LENGTH, self.limit), waits=True)
         self._last, length, waits = found
         self._waits = waits and length > 0
+        made_for = (length, num_outcomes, waits)
+        plan = prospects.plans.get(made_for)
+        if plan is None:
+            plan = prospects.plans[made_for] = self._planned(way, prospects, *made_for)
+        return plan
+
+    def _planned(self, way: Way, prospects: Prospects, length: int, num_outcomes: int, waits: bool) -> Plan:
         if not length:
-            return Plan(0, num_outcomes, why_plain=shared.why_not)
-        wait_s = patience_s(length, shared.costs.proposal_ns(way, length), prospects) if waits else 0.0
-        plan = Plan(length, num_outcomes, wait_s)
-        return replace(plan, num_draft_tokens=way.num_nodes, max_depth=length) if way.num_nodes else plan
+            return Plan(0, num_outcomes, why_plain=self._shared.why_not)
+        proposal_ns = self._shared.costs.proposal_ns(way, length)
+        wait_s = patience_s(length, proposal_ns, prospects) if waits else 0.0
+        if way.num_nodes:
+            return Plan(way.num_nodes, num_outcomes, wait_s, max_depth=length)
+        return Plan(length, num_outcomes, wait_s)
 
 
 class WithText:

@@ -41,6 +41,7 @@ class Block:
 
     Attributes:
         num_sequences: of a verify pass, on the average.
+        num_rounds: of all streams.
         steps: how many rounds had so many draft tokens one after another.
         num_tokens: that they committed.
         is_plain: no round had draft tokens, as was planned: none were waited for. One that has makes the
@@ -49,19 +50,16 @@ class Block:
 
     way: Way
     num_sequences: float = 1.0
+    num_rounds: int = 0
     steps: dict[int, int] = field(default_factory=dict)
     time_ns: float = 0.0
     num_tokens: int = 0
     is_plain: bool = True
 
-    @property
-    def num_rounds(self) -> int:
-        """Of all streams."""
-        return sum(self.steps.values())
-
     def add(self, num_steps: int, num_tokens: int, elapsed_ns: int, *, is_plain: bool) -> None:
         """A round of any stream."""
         self.is_plain &= is_plain
+        self.num_rounds += 1
         self.steps[num_steps] = self.steps.get(num_steps, 0) + 1
         self.num_tokens += num_tokens
         self.time_ns += elapsed_ns
@@ -231,8 +229,7 @@ class RoundCosts:
 
     def round_ns(self, way: Way, num_steps: int, num_sequences: float | None = None) -> float:
         """A round that waits for its proposal, in passes of so many sequences, or as many as now."""
-        wait_ns = self._wait_ns(way, num_steps) if num_steps else 0.0
-        return wait_ns + self.unwaited_ns(way, num_steps, num_sequences)
+        return self.wait_ns(way, num_steps) + self.unwaited_ns(way, num_steps, num_sequences)
 
     def unwaited_ns(self, way: Way, num_steps: int, num_sequences: float | None = None) -> float:
         """A round without the wait for its proposal. Queues grow and shrink with the passes."""
@@ -271,8 +268,10 @@ class RoundCosts:
         pass_ns = self._load.pass_ns(block.num_sequences, block.num_sequences * (1 + mean))
         return total * max(1.0, self._outside_ns(pass_ns, longest) + self.proposal_ns(block.way, longest))
 
-    def _wait_ns(self, way: Way, num_steps: int) -> float:
+    def wait_ns(self, way: Way, num_steps: int) -> float:
         """For a proposal: the mean of those that were prepared and those that were not."""
+        if not num_steps:
+            return 0.0
         requested_ns = self.proposal_ns(way, num_steps)
         if not way.prepares:
             return requested_ns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from specwire.core import Proposal
@@ -115,7 +116,7 @@ class PreparedProposals:
         if not self._arrived:
             return None
         reached, self._arrived = self._agreeing(committed)
-        reached.sort(key=lambda each: each.end_len)
+        reached.sort(key=attrgetter("end_len"))
         for each in reversed(reached):
             if (rest := each.rest(committed)).proposal.token_ids:
                 return rest

@@ -121,7 +121,7 @@ class SharedAcceptance:
 
     def reached(self, belief: Floats) -> Floats:
         """[NUM_POSITIONS + 1] probability that at least k draft tokens are accepted."""
-        mean: Floats = belief @ self._reached
+        mean: Floats = belief.dot(self._reached)
         return mean
 
     def tokens(self) -> list[float]:
@@ -171,7 +171,7 @@ class OwnAcceptance:
             self._belief = _normalised(self._belief * likelihoods[num_accepted])
             if is_shared:
                 shared.add(num_drafted, num_accepted, self._belief)
-        self._belief = shared.changes[num_accepted] @ self._belief
+        self._belief = shared.changes[num_accepted].dot(self._belief)
 
     def reached(self, num_drafted: int) -> list[float]:
         """[num_drafted + 1] probability that at least k draft tokens of the next round are accepted."""

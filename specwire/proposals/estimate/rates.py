@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from operator import mul
+from operator import mul, truediv
 
 _MEMORY = 0.9
 """Decay of a round's weight with each later one: texts change."""
@@ -71,4 +71,5 @@ def best_length(tokens: Sequence[float], round_times: Sequence[float], least: in
 
     Both [limit + 1] by number of draft tokens; times may be longer, and are in any unit.
     """
-    return max(range(least, len(tokens)), key=lambda n: tokens[n] / round_times[n])
+    rates = list(map(truediv, tokens, round_times))
+    return rates.index(max(rates[least:]), least)
