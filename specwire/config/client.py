@@ -13,7 +13,6 @@ from specwire.config.fields import (
     at_least,
     between,
     check_address,
-    check_addresses,
     check_amount,
     check_duration,
     check_origins,
@@ -21,6 +20,7 @@ from specwire.config.fields import (
     comma_separated,
     file_option,
     one_of,
+    split_addresses,
 )
 from specwire.config.flags import CheckedConfig, option, secret
 from specwire.config.security.tls import TLS, read_token
@@ -36,7 +36,7 @@ class ConnectionConfig(PlaintextConfig):
     server: str = option(
         "127.0.0.1:7070",
         "HOST:PORT of the coordinator, or dns:///NAME:PORT of several; further ones after commas",
-        check=check_addresses,
+        check=split_addresses,
     )
     tls: bool = option(False, "use TLS; implied by --tls-ca, --client-cert and --server-name")
     tls_ca: str = file_option(

@@ -103,12 +103,6 @@ def check_address(name: str, address: str) -> None:
         split_address(name, address)
 
 
-def check_addresses(name: str, addresses: str) -> None:
-    """`HOST:PORT` or `dns:///NAME:PORT`, or several separated by commas."""
-    for address in addresses.split(","):
-        split_addresses(name, address)
-
-
 SERVER_TLS = "give --tls-cert and --tls-key"
 FRONT_TLS = "start `specwire http` by itself, with --tls-cert"
 

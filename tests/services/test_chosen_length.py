@@ -1,4 +1,4 @@
-"""The chosen number of draft tokens in the running system; `test_draft_length.py` has how it is chosen."""
+"""The chosen number of draft tokens in the running system; `unit/test_choice.py` has how it is chosen."""
 
 from __future__ import annotations
 

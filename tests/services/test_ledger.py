@@ -117,6 +117,7 @@ def test_stages_add_up_behind_a_proxy(settings: dict[str, Any]) -> None:
         assert all(ahead >= 2 * count for ahead, count in zip(ahead_ms, num_prepared, strict=True))
 
 
+@pytest.mark.serial  # beside other work the network does take longer
 def test_what_was_drafted_ahead_is_not_network() -> None:
     """Neighbours, a draft slower than the target: most proposals are begun when they are asked for."""
     with traced(

@@ -462,6 +462,7 @@ class TestRefusals:
             (UpConfig, "log_level", "loud"),
             (UpConfig, "address", "7070"),
             (ClientConfig, "server", "localhost:http"),
+            (ClientConfig, "server", "a:1,a:1"),
             (ClientConfig, "timeout_s", 0.0),
             (Link, "rtt_ms", -1.0),
             (Link, "rtt_ms", float("nan")),
