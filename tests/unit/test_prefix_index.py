@@ -239,7 +239,16 @@ def _random_operation(
         return length
     sequence, tokens = live[index := rng.randrange(len(live))]
     if action == "append":
-        _append(sequence, tokens, [rng.randint(0, 1) for _ in range(rng.randint(0, 6))], memory)
+        new = [rng.randint(0, 1) for _ in range(rng.randint(0, 6))]
+        try:
+            sequence.append(len(new))
+        except ResourceExhaustedError:
+            return 0
+        do_copies(pool, memory)
+        for slot, token in zip(sequence.slots(len(tokens), sequence.length).tolist(), new, strict=True):
+            tokens.append(token)
+            memory[slot] = tuple(tokens)
+        sequence.remember(tokens)
     elif action == "truncate":
         sequence.truncate(length := rng.randint(0, sequence.length))
         del tokens[length:]
@@ -249,21 +258,6 @@ def _random_operation(
         sequence.release()
         live.pop(index)
     return 0
-
-
-def _append(
-    sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, tuple[int, ...]]
-) -> None:
-    try:
-        sequence.append(len(new))
-        slots = sequence.slots(sequence.length - len(new), sequence.length)
-    except ResourceExhaustedError:
-        return
-    do_copies(sequence.pool, memory)
-    for slot, token in zip(slots.tolist(), new, strict=True):
-        tokens.append(token)
-        memory[slot] = tuple(tokens)
-    sequence.remember(tokens)
 
 
 def test_integrity_names_a_page_both_free_and_findable() -> None:
