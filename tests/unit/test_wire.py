@@ -263,12 +263,6 @@ class TestProposals:
             assert support.token_ids.tolist() == [7, 9]
             assert support.probs.tobytes() == SUPPORT.probs.tobytes()
 
-    def test_the_size_does_not_depend_on_tokens(self) -> None:
-        """Under rejection: a chain with smaller supports takes as many bytes."""
-        certain = Proposal(5, [3, 3], [Support(np.array([3]), np.ones(1, np.float32))] * 2)
-        sizes = {proposals.to_proto([each], support_len=8).ByteSize() for each in (CHAIN, certain)}
-        assert len(sizes) == 1
-
 
 class TestModelServices:
     """All that a message carries, both ways."""
