@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.imports import (
-    GRPC,
-    ROOT,
-    SERVICES,
-    imports,
-    packages,
-    reached,
-    sources,
-)
+from tests.support.imports import GRPC, ROOT, SERVICES, imports, packages, reached, sources
 
 ORDER = (
     ("clock", "errors", "parent", "v1", "embedded"),
@@ -53,36 +45,33 @@ WITH_GRPC = {
 }
 """Who may know gRPC: everything else can be driven by fakes, without any network."""
 
-PLUGINS = ("vllm", "sglang")
-"""Modules of `specwire/` that other engines load; these stand on the coordinator's peers."""
+PLUGINS = {ROOT / "specwire/vllm.py", ROOT / "specwire/sglang.py"}
+"""What other engines load; these stand on the coordinator's peers."""
 
 TORCH_IN_RULE = {"captured", "choices", "rows", "sampling", "transfer"}
-CORE = (*SERVICES, "specwire")
-PRODUCT = (*CORE, "tools")
+FOLDERS = (*SERVICES, "specwire", "tools")
+PRODUCT = [path for folder in FOLDERS for path in sources(folder)]
+MAIN = ROOT / "specwire/cli/main.py"
+"""The one file of the core that imports the tools: it finds their commands when it runs."""
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_services_import_specwire_and_never_each_other(service: str) -> None:
-    everything: set[str] = set()
-    for path in sources(service):
-        found = packages(imports(path))
-        assert not found & (set(SERVICES) - {service}), path
-        everything |= found
-    assert "specwire" in everything
-
-
-def test_the_leaf_imports_no_service() -> None:
-    for path in sources("specwire"):
-        found = packages(imports(path)) & set(SERVICES)
-        assert found == ({"coordinator"} if path.stem in PLUGINS else set()), path
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_import_specwire_and_never_each_other(folder: str) -> None:
+    """Nor tests or benchmarks."""
+    seen: set[str] = set()
+    for path in sources(folder):
+        found = packages(imports(path)) & {*FOLDERS, "tests", "benchmarks", "pytest"}
+        others = {"tools"} if path == MAIN else {"coordinator"} if path in PLUGINS else set()
+        assert found - {folder, "specwire"} == others, path
+        seen |= found
+    assert "specwire" in seen
 
 
 def test_plugins_are_for_the_engines_that_load_them() -> None:
-    for folder in PRODUCT:
-        for path in sources(folder):
-            found = imports(path)
-            assert path.stem == "sglang" or "specwire.vllm" not in found, path
-            assert "specwire.sglang" not in found, path
+    for path in PRODUCT:
+        found = imports(path)
+        assert path.stem == "sglang" or "specwire.vllm" not in found, path
+        assert "specwire.sglang" not in found, path
 
 
 def test_folders_import_from_those_before_them() -> None:
@@ -123,34 +112,17 @@ def test_every_folder_has_its_place() -> None:
     assert there - {"__init__"} == {name for names in ORDER for name in names}
 
 
-def test_the_core_never_imports_the_tools() -> None:
-    """But for the command line, which finds their commands when it runs."""
-    for folder in CORE:
-        for path in sources(folder):
-            lazy = path != ROOT / "specwire/cli/main.py"
-            assert "tools" not in packages(imports(path, lazy=lazy)), path
-    main = imports(ROOT / "specwire/cli/main.py")
-    assert {name for name in main if name.startswith("tools")} == {"tools", "tools.commands"}
-
-
-def test_the_tools_import_no_service() -> None:
-    for path in sources("tools"):
-        assert not packages(imports(path)) & set(SERVICES), path
-
-
-def test_product_code_imports_no_tests_or_benchmarks() -> None:
-    for folder in PRODUCT:
-        for path in sources(folder):
-            assert not packages(imports(path)) & {"tests", "benchmarks", "pytest"}, path
+def test_the_command_line_finds_the_tools_when_it_runs() -> None:
+    assert "tools" not in packages(imports(MAIN, lazy=False))
+    assert {name for name in imports(MAIN) if name.startswith("tools")} == {"tools", "tools.commands"}
 
 
 def test_behaviour_knows_no_grpc() -> None:
-    for folder in PRODUCT:
-        for path in sources(folder):
-            if str(path.relative_to(ROOT)) not in WITH_GRPC:
-                found = imports(path)
-                assert not packages(found) & GRPC, path
-                assert not [module for module in found if module.endswith("_grpc")], path
+    for path in PRODUCT:
+        if str(path.relative_to(ROOT)) not in WITH_GRPC:
+            found = imports(path)
+            assert not packages(found) & GRPC, path
+            assert not [module for module in found if module.endswith("_grpc")], path
 
 
 def test_no_torch_in_the_coordinator() -> None:
@@ -170,29 +142,26 @@ def test_no_torch_outside_the_engine_the_samplers_and_what_trains() -> None:
             continue
         if relative.parent.name == "rule" and relative.stem in TORCH_IN_RULE:
             continue
-        if relative.stem in PLUGINS:  # their engines have loaded it
+        if path in PLUGINS:  # their engines have loaded it
             continue
         assert not packages(imports(path, lazy=relative.name != "random.py")) & heavy, path
         assert "transformers" not in packages(imports(path, lazy=False)), path
 
 
 def test_the_command_line_loads_no_torch() -> None:
-    for path in reached(
-        ROOT / "specwire/cli/__main__.py", ROOT / "specwire/cli/main.py", ROOT / "tools/commands.py"
-    ):
+    for path in reached(ROOT / "specwire/cli/__main__.py", MAIN, ROOT / "tools/commands.py"):
         assert not packages(imports(path, lazy=False)) & {"torch", "safetensors", "transformers"}, path
 
 
 def test_ray_is_imported_where_it_is_used_and_nowhere_else() -> None:
-    for folder in PRODUCT:
-        for path in sources(folder):
-            found = imports(path)
-            in_group = path.parent == ROOT / "specwire/engine/group"
-            assert in_group or "ray" not in packages(found), path
-            assert "ray" not in packages(imports(path, lazy=False)), path
-            group = {name for name in found if name.startswith("specwire.engine.group")}
-            starts_it = path in (ROOT / "specwire/engine/models.py", ROOT / "verify_service/replicas.py")
-            assert in_group or not group or starts_it, path
+    for path in PRODUCT:
+        found = imports(path)
+        in_group = path.parent == ROOT / "specwire/engine/group"
+        assert in_group or "ray" not in packages(found), path
+        assert "ray" not in packages(imports(path, lazy=False)), path
+        group = {name for name in found if name.startswith("specwire.engine.group")}
+        starts_it = path in (ROOT / "specwire/engine/models.py", ROOT / "verify_service/replicas.py")
+        assert in_group or not group or starts_it, path
     models = imports(ROOT / "specwire/engine/models.py", lazy=False)
     assert not [name for name in models if name.startswith("specwire.engine.group")], "size 1 needs no group"
     verify = imports(ROOT / "verify_service/__main__.py", lazy=False)
@@ -217,12 +186,10 @@ def test_unit_tests_load_no_torch() -> None:
 
 
 def test_the_http_front_is_loaded_by_its_command_alone() -> None:
-    for folder in PRODUCT:
-        for path in sources(folder):
-            if ROOT / "specwire/http" not in path.parents:
-                assert not packages(imports(path)) & {"starlette", "uvicorn", "pydantic"}, path
-                front = {name for name in imports(path, lazy=False) if name.startswith("specwire.http")}
-                assert not front, path
+    for path in PRODUCT:
+        if ROOT / "specwire/http" not in path.parents:
+            assert not packages(imports(path)) & {"starlette", "uvicorn", "pydantic"}, path
+            assert not [name for name in imports(path, lazy=False) if name.startswith("specwire.http")], path
 
 
 def test_the_books_know_no_device() -> None:
@@ -232,15 +199,8 @@ def test_the_books_know_no_device() -> None:
 
 
 def test_the_pure_core_has_no_clock_and_no_generator_of_its_own() -> None:
-    for name in (
-        "rule/acceptance",
-        "rule/kseq",
-        "rule/sampling",
-        "core",
-        "errors",
-        "proposals/tree",
-        "proposals/chains",
-    ):
+    rule = ("rule/acceptance", "rule/kseq", "rule/sampling")
+    for name in ("core", "errors", *rule, "proposals/tree", "proposals/chains"):
         found = packages(imports(ROOT / f"specwire/{name}.py"))
         assert not found & {"time", "random", "asyncio", "threading", "socket", "os"}, name
 

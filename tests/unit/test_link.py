@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -36,6 +36,7 @@ class Scripted:
         self.may_send.set()
         self.is_cancelled = False
         self._answers: asyncio.Queue[verify_pb2.VerifyResponse | Exception] = asyncio.Queue()
+        self.put = self._answers.put_nowait
 
     async def send(self, request: Any) -> None:
         self.sent.put_nowait(request)
@@ -55,10 +56,7 @@ class Scripted:
         errors = [columns.error_to_proto(number, error) for number, error in (failed or {}).items()]
         verdict = Verdict(3, [5])
         answers = [VerifyAnswer(number, 1, verdict, Timings(), 0) for number in sequence_ids]
-        self._answers.put_nowait(verify_wire.response_to_proto(answers, errors, Load(), "i"))
-
-    def put(self, found: verify_pb2.VerifyResponse | Exception) -> None:
-        self._answers.put_nowait(found)
+        self.put(verify_wire.response_to_proto(answers, errors, Load(), "i"))
 
 
 class Opener:
@@ -108,9 +106,12 @@ class Opened:
             each.ask()
         return made
 
+    async def next_message(self) -> verify_pb2.VerifyRequest:
+        return await asyncio.wait_for(self.call.sent.get(), 10)
+
     async def next_sent(self) -> tuple[list[int], list[int], list[int]]:
         """The next message: sequences that it opens and closes, and those of its requests."""
-        message = await asyncio.wait_for(self.call.sent.get(), 10)
+        message = await self.next_message()
         return [each.sequence_id for each in message.open], [*message.close], [*message.sequence_ids]
 
 
@@ -145,25 +146,27 @@ class TestPushes:
     @staticmethod
     async def next_sent(opened: Opened) -> tuple[int, list[int]]:
         """The number of requests of the next message, and its pushes."""
-        message = await asyncio.wait_for(opened.call.sent.get(), 10)
+        message = await opened.next_message()
         return len(message.sequence_ids), [*message.ahead.ahead_ids]
 
-    async def test_requests_go_first(self, opened: Opened) -> None:
+    @pytest.fixture
+    async def held(self, opened: Opened) -> Opener:
+        """A sequence whose first request is on its way, and nothing follows until `may_send` is set."""
         opened.call.may_send.clear()
         (alone,) = opened.sequences(1)
         assert await self.next_sent(opened) == (1, [])
+        return alone
+
+    async def test_requests_go_first(self, opened: Opened, held: Opener) -> None:
         self.push(opened, 1)
-        alone.ask()
+        held.ask()
         opened.call.may_send.set()
         assert await self.next_sent(opened) == (1, [])
         assert await self.next_sent(opened) == (0, [1])
 
-    async def test_small_ones_share_a_message(self, opened: Opened) -> None:
-        opened.call.may_send.clear()
-        (alone,) = opened.sequences(1)
-        assert await self.next_sent(opened) == (1, [])
+    async def test_small_ones_share_a_message(self, opened: Opened, held: Opener) -> None:
         self.push(opened, 1, 2, num_bytes=100)
-        alone.ask()
+        held.ask()
         opened.call.may_send.set()
         assert await self.next_sent(opened) == (1, [1, 2])
 
@@ -183,12 +186,10 @@ class TestPushes:
         assert await self.next_sent(opened) == (1, [])
         assert not opened.link._pushes
 
-    async def test_of_a_sequence_the_last_ones_wait(self, opened: Opened) -> None:
-        opened.call.may_send.clear()
-        opened.sequences(1)
+    async def test_of_a_sequence_the_last_ones_wait(self, opened: Opened, held: Opener) -> None:
         self.push(opened, *range(1, 200))
         assert len(opened.link._pushes[1]) == MAX_PUSHES
-        opened.link.close_sequence(1)
+        held.close()
         assert not opened.link._pushes
 
 
@@ -236,7 +237,7 @@ async def test_a_closed_sequence_asks_for_nothing_more(opened: Opened) -> None:
 @pytest.mark.parametrize(("timeout_s", "timeout_ms"), [(None, 0), (2.5, 2500), (0.0, 1), (-1.0, 1)])
 async def test_deadlines_are_sent(opened: Opened, timeout_s: float | None, timeout_ms: int) -> None:
     Opener(opened.link, timeout_s)
-    message = await asyncio.wait_for(opened.call.sent.get(), 10)
+    message = await opened.next_message()
     assert [(each.sequence_id, each.timeout_ms) for each in message.open] == [(1, timeout_ms)]
     assert not OPENING.sequence_id, "what opens others is not changed"
 
@@ -284,13 +285,6 @@ async def test_the_end_of_the_stream_ends_all_of_its_sequences(opened: Opened) -
     assert opened.link.num_sequences == 0
 
 
-def broken(change: Any) -> verify_pb2.VerifyResponse:
-    answer = VerifyAnswer(1, 1, Verdict(3, [5]), Timings(), 0)
-    message = verify_wire.response_to_proto([answer], [], Load(), "i")
-    change(message)
-    return message
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -303,7 +297,10 @@ def broken(change: Any) -> verify_pb2.VerifyResponse:
 async def test_a_message_that_cannot_be_right_ends_the_stream(opened: Opened, change: Any, said: str) -> None:
     """Nothing else that this peer sent can be trusted."""
     sequences = opened.sequences(2)
-    opened.call.put(broken(change))
+    answer = VerifyAnswer(1, 1, Verdict(3, [5]), Timings(), 0)
+    message = verify_wire.response_to_proto([answer], [], Load(), "i")
+    change(message)
+    opened.call.put(message)
     for each in sequences:
         await each.change()
         assert type(each.error) is ServiceUnavailableError
@@ -360,6 +357,6 @@ async def test_a_retired_stream_without_sequences_ends_at_once(opened: Opened) -
 
 async def test_what_is_not_sent_yet_when_the_stream_ends(opened: Opened) -> None:
     opened.call.may_send.clear()
-    waiting: Sequence[Opener] = [*opened.sequences(1), *opened.sequences(1)]
+    waiting = opened.sequences(2)
     opened.link.close()
     assert {type(each.error) for each in waiting} == {ServiceUnavailableError}

@@ -16,6 +16,11 @@ from tests.support.slot_memory import do_copies, runs_in
 SIZE = 4
 
 
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(8, SIZE)
+
+
 def filled(pool: PagePool, tokens: list[int], salt: str = "") -> SequenceCache:
     """A sequence that adopted what is known of the tokens, computed the rest, and is known itself."""
     sequence = pool.new_sequence()
@@ -40,8 +45,7 @@ def test_a_name_stands_for_everything_before() -> None:
     assert page_digest(one, [5, 6]) == page_digest(one, [5, 6]) != page_digest(other, [5, 6])
 
 
-def test_complete_pages_are_found_again_and_shared() -> None:
-    pool = PagePool(8, SIZE)
+def test_complete_pages_are_found_again_and_shared(pool: PagePool) -> None:
     first = filled(pool, list(range(10)))
     second = pool.new_sequence()
     assert second.reuse_prefix(list(range(12)), 12) == 8, "the third page is not complete"
@@ -78,29 +82,25 @@ def test_another_salt_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(-1, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])
-def test_no_more_is_adopted_than_wanted(max_tokens: int, expected: int) -> None:
-    pool = PagePool(8, SIZE)
+def test_no_more_is_adopted_than_wanted(pool: PagePool, max_tokens: int, expected: int) -> None:
     tokens = list(range(9))
     filled(pool, tokens)
     assert pool.new_sequence().reuse_prefix(tokens, max_tokens) == expected
 
 
-def test_only_an_empty_sequence_adopts() -> None:
-    pool = PagePool(8, SIZE)
+def test_only_an_empty_sequence_adopts(pool: PagePool) -> None:
     sequence = filled(pool, [1])
     with pytest.raises(InternalError, match="empty"):
         sequence.reuse_prefix([1, 2, 3, 4], 4)
 
 
-def test_nothing_is_known_that_was_not_remembered() -> None:
-    pool = PagePool(8, SIZE)
+def test_nothing_is_known_that_was_not_remembered(pool: PagePool) -> None:
     with pool.new_sequence() as sequence:
         sequence.append(8)
     assert (pool.num_cached_pages, found(pool, list(range(8)))) == (0, 0)
 
 
-def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written() -> None:
-    pool = PagePool(8, SIZE)
+def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written(pool: PagePool) -> None:
     tokens = list(range(12))
     sequence = filled(pool, tokens)
     sequence.truncate(6)
@@ -115,8 +115,7 @@ def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written()
     assert found(pool, [*tokens[:6], 50, 51]) == 8
 
 
-def test_a_rollback_into_a_page_that_others_read_copies_it() -> None:
-    pool = PagePool(8, SIZE)
+def test_a_rollback_into_a_page_that_others_read_copies_it(pool: PagePool) -> None:
     tokens = list(range(8))
     first, second = filled(pool, tokens), filled(pool, tokens)
     second.truncate(6)
@@ -128,8 +127,7 @@ def test_a_rollback_into_a_page_that_others_read_copies_it() -> None:
     assert found(pool, tokens) == 8
 
 
-def test_the_same_content_twice_is_known_once() -> None:
-    pool = PagePool(8, SIZE)
+def test_the_same_content_twice_is_known_once(pool: PagePool) -> None:
     tokens = list(range(8))
     first, second = pool.new_sequence(), pool.new_sequence()
     for sequence in (first, second):
@@ -241,7 +239,16 @@ def _random_operation(
         return length
     sequence, tokens = live[index := rng.randrange(len(live))]
     if action == "append":
-        _append(sequence, tokens, [rng.randint(0, 1) for _ in range(rng.randint(0, 6))], memory)
+        new = [rng.randint(0, 1) for _ in range(rng.randint(0, 6))]
+        try:
+            sequence.append(len(new))
+        except ResourceExhaustedError:
+            return 0
+        do_copies(pool, memory)
+        for slot, token in zip(sequence.slots(len(tokens), sequence.length).tolist(), new, strict=True):
+            tokens.append(token)
+            memory[slot] = tuple(tokens)
+        sequence.remember(tokens)
     elif action == "truncate":
         sequence.truncate(length := rng.randint(0, sequence.length))
         del tokens[length:]
@@ -251,21 +258,6 @@ def _random_operation(
         sequence.release()
         live.pop(index)
     return 0
-
-
-def _append(
-    sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, tuple[int, ...]]
-) -> None:
-    try:
-        sequence.append(len(new))
-        slots = sequence.slots(sequence.length - len(new), sequence.length)
-    except ResourceExhaustedError:
-        return
-    do_copies(sequence.pool, memory)
-    for slot, token in zip(slots.tolist(), new, strict=True):
-        tokens.append(token)
-        memory[slot] = tuple(tokens)
-    sequence.remember(tokens)
 
 
 def test_integrity_names_a_page_both_free_and_findable() -> None:

@@ -13,12 +13,9 @@ from specwire.support import Support
 PROMPT = [1, 2, 3]
 
 
-def support(token_id: int) -> Support:
-    return Support(np.array([token_id]), np.array([1.0], np.float32))
-
-
 def proposal(base_len: int, *token_ids: int) -> Proposal:
-    return Proposal(base_len, list(token_ids), [support(token_id) for token_id in token_ids])
+    supports = [Support(np.array([token_id]), np.ones(1, np.float32)) for token_id in token_ids]
+    return Proposal(base_len, token_ids, supports)
 
 
 class TestPrepared:
@@ -32,7 +29,7 @@ class TestPrepared:
     def test_it_is_found_when_its_path_was_committed(self, prepared: PreparedProposals) -> None:
         found = prepared.take([*PROMPT, 7, 9])
         assert found is not None
-        assert (found.proposal.base_len, found.proposal.token_ids) == (5, [30, 31])
+        assert (found.proposal.base_len, found.proposal.token_ids) == (5, (30, 31))
         assert [each.token_ids[0] for each in found.proposal.supports] == [30, 31]
 
     def test_it_waits_for_the_rest_of_its_path(self, prepared: PreparedProposals) -> None:
@@ -46,7 +43,7 @@ class TestPrepared:
     def test_what_is_committed_by_now_is_cut_off(self, prepared: PreparedProposals) -> None:
         found = prepared.take([*PROMPT, 7, 8, 20])
         assert found is not None
-        assert (found.proposal.base_len, found.proposal.token_ids) == (6, [21])
+        assert (found.proposal.base_len, found.proposal.token_ids) == (6, (21,))
         assert [each.token_ids[0] for each in found.proposal.supports] == [21]
         assert prepared.take([*PROMPT, 7, 8, 20, 21]) is None
 
@@ -55,13 +52,13 @@ class TestPrepared:
         prepared.add([], proposal(4, 8, 20, 21, 22))
         found = prepared.take([*PROMPT, 7, 8])
         assert found is not None
-        assert found.proposal.token_ids == [20, 21]
+        assert found.proposal.token_ids == (20, 21)
 
     def test_one_that_is_used_up_is_passed_over(self, prepared: PreparedProposals) -> None:
         prepared.add([7, 8, 20], proposal(3))
         found = prepared.take([*PROMPT, 7, 8, 20])
         assert found is not None
-        assert found.proposal.token_ids == [21]
+        assert found.proposal.token_ids == (21,)
 
     def test_an_answer_for_more_than_was_committed_is_no_use(self) -> None:
         prepared = PreparedProposals(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import partial
 
 import pytest
@@ -32,6 +33,16 @@ def reader(wire: Wire, window: int = 0, idle_timeout_s: float = 60.0) -> CreditR
     return CreditReader(wire.write, Credit(window, 5), idle_timeout_s, Writes())
 
 
+async def generate(client: CreditReader, num_messages: int, error: BaseException | None = None) -> None:
+    """Send 0, 1 and so on, as a generation that waits for its next round or ends with an error."""
+    async with client:
+        for number in range(num_messages):
+            client.send(partial(int, number))
+        if error is not None:
+            raise error
+        await client.ready()
+
+
 async def settle() -> None:
     """Let every task run until it waits."""
     for _ in range(10):
@@ -49,19 +60,9 @@ async def is_held(client: CreditReader) -> bool:
     "error", [None, InvalidRequestError("credit_tokens", 0, "must be at least 1"), asyncio.CancelledError()]
 )
 async def test_whatever_ends_the_generation_all_of_it_is_written(error: BaseException | None) -> None:
-    async def generate(wire: Wire) -> None:
-        async with reader(wire) as client:
-            for number in range(3):
-                client.send(partial(int, number))
-            if error is not None:
-                raise error
-
     wire = Wire()
-    if error is None:
-        await generate(wire)
-    else:
-        with pytest.raises(type(error)):
-            await generate(wire)
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
+        await generate(reader(wire), 3, error)
     assert wire.written == [0, 1, 2]
 
 
@@ -123,14 +124,8 @@ async def test_a_write_that_fails_ends_the_generation() -> None:
     async def write(_: int) -> None:
         raise ZeroDivisionError
 
-    async def generate() -> None:
-        async with CreditReader(write, Credit(0, 5), 60.0, Writes()) as client:
-            client.send(partial(int, 0))
-            client.send(partial(int, 1))
-            await client.ready()
-
     with pytest.raises(ZeroDivisionError):
-        await generate()
+        await generate(CreditReader(write, Credit(0, 5), 60.0, Writes()), 2)
 
 
 @pytest.mark.parametrize("window", [0, 64], ids=["writes", "acknowledgements"])
@@ -139,15 +134,10 @@ async def test_nothing_taken_for_long_ends_it_and_drops_what_is_unwritten(window
     if not window:
         wire.held.clear()
 
-    async def generate() -> None:
-        async with reader(wire, window, IDLE_S) as client:
-            for number in range(2):
-                client.send(partial(int, number))
-            client.credit.spend(num_emitted=60, num_sent=60)
-            await client.ready()
-
+    client = reader(wire, window, IDLE_S)
+    client.credit.spend(num_emitted=60, num_sent=60)
     with pytest.raises(StreamIdleError, match=r"no token was taken for 0\.05 s"):
-        await generate()
+        await generate(client, 2)
     wire.held.set()
     await settle()
     assert wire.written == ([] if not window else [0, 1])

@@ -30,10 +30,7 @@ class TestSearch:
     """Which address is asked when."""
 
     @staticmethod
-    def search(
-        num: int, refusal: NotServedError, until_s: float, full_until_s: float | None = None
-    ) -> Search:
-        full_until_s = until_s if full_until_s is None else full_until_s
+    def search(num: int, refusal: NotServedError, until_s: float, full_until_s: float = -1e9) -> Search:
         policy = RetryPolicy(pause_s=1.0)
         return Search(policy, num, 0, refusal, until_s=until_s, full_until_s=full_until_s)
 

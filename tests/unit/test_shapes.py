@@ -31,18 +31,12 @@ class Machine:
         self.shared = SharedChoice(lambda: num_streams)
         self.streams = [AdaptiveLength(self.shared, has_trees=True) for _ in range(num_streams)]
         self.base, self.token, self.step = 30e6, token, 2e6
-        self.tokens, self.time = 0, 0.0
-        self.rounds: Counter[int] = Counter()
 
     def run(self, num_rounds: int) -> Counter[int]:
         """Rounds by the nodes of their trees."""
-        self.tokens, self.time, self.rounds = 0, 0.0, Counter()
-        for _ in range(num_rounds):
-            for stream in self.streams:
-                self._round(stream)
-        return self.rounds
+        return Counter(self._round(stream) for _ in range(num_rounds) for stream in self.streams)
 
-    def _round(self, stream: AdaptiveLength) -> None:
+    def _round(self, stream: AdaptiveLength) -> int:
         plan = stream.plan()
         depth, nodes = plan.num_steps, plan.num_draft_tokens
         width = nodes / depth if plan.max_depth else 1.0
@@ -60,9 +54,7 @@ class Machine:
             Cost(wall_ns=verify, forward_ns=verify, load=Load(0, 1, int(self.base), 0, int(self.token))),
         )
         stream.observe(done, draft + verify)
-        self.rounds[nodes if plan.max_depth else CHAIN] += 1
-        self.tokens += accepted + 1
-        self.time += draft + verify
+        return nodes if plan.max_depth else CHAIN
 
 
 def test_where_tokens_of_a_pass_cost_nothing_there_are_trees() -> None:

@@ -46,11 +46,8 @@ def build_metaspace(decoder: str) -> Tokenizer:
     else:
         steps = [decoders.ByteFallback(), decoders.Metaspace()]
     backend.decoder = decoders.Sequence(steps)
-    return Tokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-        )
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **special))
 
 
 @pytest.fixture(scope="module", params=["llama", "metaspace"])
@@ -83,25 +80,19 @@ class TestIncrementalDetokenizer:
         assert pieces[-1] == ""
         assert sum(piece == "" for piece in pieces) > 20, "the text must have characters of several tokens"
 
-    def test_any_tokens_join_to_what_decode_gives(self, byte_level: Tokenizer) -> None:
-        rng = random.Random(1)
-        for _ in range(300):
-            ids = [rng.randrange(byte_level.vocab_size + 5) for _ in range(rng.randint(0, 120))]
-            assert "".join(pieces_of(byte_level, [], ids)) == byte_level.decode(ids)
-
-    def test_invalid_bytes_join_to_what_decode_gives(self, byte_level: Tokenizer) -> None:
-        rng = random.Random(2)
+    @pytest.mark.parametrize("kind", ["any tokens", "bytes over 127"])
+    def test_whatever_comes_joins_to_what_decode_gives(self, byte_level: Tokenizer, kind: str) -> None:
+        rng, ids = random.Random(1), range(byte_level.vocab_size + 5)
         high = [i for i in range(2, 258) if byte_level.decode([i]) == REPLACEMENT]
         assert len(high) == 128
         for _ in range(300):
-            ids = [rng.choice(high) for _ in range(rng.randint(1, 150))]
-            assert "".join(pieces_of(byte_level, [], ids)) == byte_level.decode(ids)
+            output = rng.choices(ids if kind == "any tokens" else high, k=rng.randint(0, 150))
+            assert "".join(pieces_of(byte_level, [], output)) == byte_level.decode(output)
 
     def test_a_split_character_is_never_shown_in_parts(self, byte_level: Tokenizer) -> None:
         rng = random.Random(3)
-        characters = [c for line in LINES for c in line]
         for _ in range(100):
-            text = "".join(rng.choices(characters, k=40))
+            text = "".join(rng.choices("".join(LINES), k=40))
             # Bytes one by one: the hardest way to split.
             ids = [i for c in text for i in self.bytes_of(byte_level, c)]
             pieces = pieces_of(byte_level, [], ids)
@@ -146,9 +137,8 @@ class TestIncrementalDetokenizer:
             assert rest == ("好é👋" * 30)[num_characters:]
 
     def test_invalid_bytes_do_not_stall(self, any_tokenizer: Tokenizer) -> None:
-        tokenizer = any_tokenizer
-        stray = next(i for i in range(3, 259) if tokenizer.decode([i, i]) == 2 * REPLACEMENT)
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        stray = next(i for i in range(3, 259) if any_tokenizer.decode([i, i]) == 2 * REPLACEMENT)
+        detokenizer = IncrementalDetokenizer(any_tokenizer, [])
         shown = 0
         for num_tokens in range(1, 100):
             shown += len(detokenizer.add(stray))
@@ -173,24 +163,29 @@ class TestIncrementalDetokenizer:
         assert pieces_of(None, [1, 2], [3, 4]) == ["", "", ""]
 
 
-def first_stop(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
-    """By definition: the text before the stop string that ends first; the longest of those."""
-    ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
-    if not ends:
-        return text, None
-    end, _, stop = min(ends)
-    return text[: end - len(stop)], stop
+def first_stop(text: str, stops: Iterable[str], first_end: int = 1) -> tuple[str, str | None]:
+    """By definition: the text before the stop string that ends first, not before `first_end`; of several the
+    longest."""
+    for end in range(first_end, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
 
 
 class TestStopMatcher:
-    def test_any_text_in_any_pieces(self) -> None:
+    @pytest.mark.parametrize("begins_unstoppable", [False, True])
+    @pytest.mark.parametrize("letters", ["ab", "abc"])
+    def test_any_text_in_any_pieces(self, letters: str, *, begins_unstoppable: bool) -> None:
         rng = random.Random(6)
-        for _ in range(3000):
-            stops = ["".join(rng.choices("abc", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 4))]
+        for _ in range(1500):
+            stops = ["".join(rng.choices(letters, k=rng.randint(1, 5))) for _ in range(rng.randint(0, 4))]
             text = "".join(rng.choices("abc", k=rng.randint(0, 20)))
+            cut = rng.randint(0, len(text)) if begins_unstoppable else 0
             matcher = StopMatcher(stops)
-            got = "".join(matcher.add(piece) for piece in split(text, rng)) + matcher.flush()
-            assert (got, matcher.stopped_by) == first_stop(text, stops)
+            got = "".join(matcher.add(piece, may_stop=False) for piece in split(text[:cut], rng))
+            got += "".join(matcher.add(piece) for piece in split(text[cut:], rng)) + matcher.flush()
+            assert (got, matcher.stopped_by) == first_stop(text, stops, cut + 1)
 
     @pytest.mark.parametrize(
         ("stops", "pieces", "released"),
@@ -206,23 +201,6 @@ class TestStopMatcher:
     def test_what_is_held_back(self, stops: list[str], pieces: list[str], released: list[str]) -> None:
         matcher = StopMatcher(stops)
         assert [matcher.add(piece) for piece in pieces] == released
-
-    def test_matches_that_do_not_count(self) -> None:
-        """Of any text, the first stop string that ends after its unstoppable beginning."""
-        rng = random.Random(8)
-        for _ in range(3000):
-            stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
-            text = "".join(rng.choices("abc", k=rng.randint(1, 20)))
-            cut = rng.randint(0, len(text))
-            matcher = StopMatcher(stops)
-            got = "".join(matcher.add(piece, may_stop=False) for piece in split(text[:cut], rng))
-            got += "".join(matcher.add(piece) for piece in split(text[cut:], rng)) + matcher.flush()
-            ends = [
-                (i, stop) for i in range(cut + 1, len(text) + 1) for stop in stops if text[:i].endswith(stop)
-            ]
-            end, stop = min(ends, key=lambda found: (found[0], -len(found[1])), default=(len(text), ""))
-            assert matcher.stopped_by == (stop or None)
-            assert got == (text if not stop else text[: max(end - len(stop), 0)]), (stops, text, cut)
 
     def test_a_long_stop_string_is_cheap(self) -> None:
         matcher = StopMatcher(["a" * 20_000 + "b"])
@@ -257,12 +235,23 @@ class TestTextAssembler:
             [], [], [], ["", "", "", "👋"], [], [], ["", REPLACEMENT],
         ]  # fmt: skip
 
-    def test_tokens_that_may_be_a_stop_string_wait(self, byte_level: Tokenizer) -> None:
-        ids = [byte_level.encode(c)[0] for c in "x<y<END>z"]
-        steps, assembler = self.run(byte_level, ids, ["<END>", "never"])
-        texts = [[text for _, text in step] for step in steps]
-        assert texts == [["x"], [], ["<", "y"], [], [], [], [], ["", "", "", "", ""], [], []]
-        assert assembler.stopped_by == "<END>"
+    @pytest.mark.parametrize(
+        ("letters", "stops", "released"),
+        [
+            ("x<y<E>z", ["<E>", "never"], [["x"], [], ["<", "y"], [], [], ["", "", ""], [], []]),
+            ("aaa", ["a"], [[""], [], [], []]),
+            ("ab<E", ["<E>"], [["a"], ["b"], [], [], ["<", "E"]]),
+        ],
+        ids=["a stop string", "the first token", "the text ends"],
+    )
+    def test_tokens_that_may_be_a_stop_string_wait(
+        self, letters: str, stops: list[str], released: list[list[str]], byte_level: Tokenizer
+    ) -> None:
+        """One token for each letter."""
+        ids = [byte_level.encode(letter)[0] for letter in letters]
+        steps, assembler = self.run(byte_level, ids, stops)
+        assert [[text for _, text in step] for step in steps] == released
+        assert assembler.stopped_by == first_stop(letters, stops)[1]
 
     def test_the_token_that_completes_a_match_is_cut(self, byte_level: Tokenizer) -> None:
         ids = byte_level.encode("hello world")
@@ -272,17 +261,6 @@ class TestTextAssembler:
         assert "".join(text for _, text in released) == "hello "
         assert assembler.stopped_by == "wor"
         assert [item for item, _ in released] == ids[: len(released)]
-
-    def test_a_match_in_the_first_token(self, byte_level: Tokenizer) -> None:
-        steps, assembler = self.run(byte_level, byte_level.encode("a") * 3, ["a"])
-        assert [[text for _, text in step] for step in steps] == [[""], [], [], []]
-        assert assembler.stopped_by == "a"
-
-    def test_text_held_at_the_end_comes_out(self, byte_level: Tokenizer) -> None:
-        ids = [byte_level.encode(c)[0] for c in "ab<EN"]
-        steps, assembler = self.run(byte_level, ids, ["<END>"])
-        assert [text for _, text in steps[-1]] == ["<", "E", "N"]
-        assert assembler.stopped_by is None
 
     def test_a_silent_token_counts_and_adds_no_text(self, byte_level: Tokenizer) -> None:
         assembler = TextAssembler[int](byte_level, [], ["<x"])

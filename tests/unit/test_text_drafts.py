@@ -40,6 +40,7 @@ from specwire.text.tokenizer import load
 CONFIG = SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
 SUFFIX_CONFIG = SpeculativeConfig(method="suffix", prompt_lookup_min=2, prompt_lookup_max=4)
 PLAN = Plan(0, num_text_tokens=4)
+TEXT = [2, 3, 4, 5, 6, 7, 2, 3]
 
 
 class FakeModel:
@@ -140,26 +141,22 @@ def plain_search(text: list[int]) -> int | None:
 
 
 class TestHowMuch:
-    TEXT = (2, 3, 4, 5, 6, 7, 2, 3)
-
     def test_no_more_than_planned(self) -> None:
-        assert proposed(drafter(), list(self.TEXT), Plan(0, num_text_tokens=2)) == [4, 5]
-        assert proposed(drafter(is_fixed=True), list(self.TEXT), Plan(0)) == []
+        assert proposed(drafter(), TEXT, Plan(0, num_text_tokens=2)) == [4, 5]
+        assert proposed(drafter(is_fixed=True), TEXT, Plan(0)) == []
 
     def test_matches_that_mislead_are_not_proposed_where_tokens_cost_time(self) -> None:
         """They are still compared with what is committed, and proposed again when they turn out right."""
         load = Load(base_ns=1_000_000, sequence_ns=0, token_ns=300_000)
         ngram, fixed = drafter(), drafter(is_fixed=True)
-        text = list(self.TEXT)
         for _ in range(8):
             for each in (ngram, fixed):
-                done = round_of(Proposal(len(text), proposed(each, text)), 0, 99, load=load)
-                each.observe(done)
-        assert proposed(ngram, text) == []
-        assert proposed(fixed, text) == [4, 5, 6, 7], "the request fixed the number"
+                each.observe(round_of(Proposal(len(TEXT), proposed(each, TEXT)), 0, 99, load=load))
+        assert proposed(ngram, TEXT) == []
+        assert proposed(fixed, TEXT) == [4, 5, 6, 7], "the request fixed the number"
         for _ in range(8):
-            ngram.observe(round_of(Proposal(len(text), proposed(ngram, text)), 0, 4, load=load))
-        assert proposed(ngram, text)[:1] == [4]
+            ngram.observe(round_of(Proposal(len(TEXT), proposed(ngram, TEXT)), 0, 4, load=load))
+        assert proposed(ngram, TEXT)[:1] == [4]
 
     def test_the_last_round_of_a_generation(self) -> None:
         plan = Plan(5, num_outcomes=8, patience_s=1.0, num_text_tokens=9)
@@ -175,7 +172,7 @@ class TestHowMuch:
 
 
 def test_supports_of_one_token_pass_the_checks_of_any_proposal() -> None:
-    proposal, _ = asyncio.run(drafter(matches_tokens=False).propose([*TestHowMuch.TEXT], PLAN, NO_SPAN))
+    proposal, _ = asyncio.run(drafter(matches_tokens=False).propose(TEXT, PLAN, NO_SPAN))
     assert [(s.token_ids.tolist(), s.probs.tolist()) for s in proposal.supports] == [
         ([token_id], [1.0]) for token_id in proposal.token_ids
     ]
@@ -209,8 +206,7 @@ class TestBesideAModel:
     def test_a_match_stands_in_for_a_model_that_is_not_there(self) -> None:
         model = FakeModel()
         model.is_there = False
-        text = [2, 3, 4, 5, 6, 7, 2, 3]
-        assert set(self.rounds(model, text, 4, 3)) == {"ngram"}
+        assert set(self.rounds(model, TEXT, 4, 3)) == {"ngram"}
 
     def test_what_the_text_accepts_teaches_nothing_about_the_model(self) -> None:
         measured = SharedChoice(lambda: 1)
@@ -279,11 +275,9 @@ class TestCorpus:
             TextDrafts(self.CONFIG, None)
 
     def test_it_is_text(self, tmp_path: Path) -> None:
-        (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
-        config = replace(self.CONFIG, corpus=str(tmp_path / "x"))
-        tokenizer = load(TARGET_DIR)
+        (path := tmp_path / "x").write_bytes(b"\xff\xfe\x00")
         with pytest.raises(ConfigError, match=r"corpus=.*can't decode"):
-            TextDrafts(config, tokenizer)
+            TextDrafts(replace(self.CONFIG, corpus=str(path)), load(TARGET_DIR))
 
 
 class TestEarlierOutputs:

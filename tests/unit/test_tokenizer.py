@@ -58,8 +58,8 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load_present(source: Path) -> Tokenizer:
-    tokenizer = load(source)
+def load_present(source: Path, chat_template: str = "") -> Tokenizer:
+    tokenizer = load(source, chat_template=chat_template)
     assert tokenizer is not None
     return tokenizer
 
@@ -146,12 +146,6 @@ def test_the_fingerprint_is_stable_over_processes_without_torch(directory: Path)
     assert run.stdout.split() == [load_present(directory).fingerprint, "False"]
 
 
-def test_importing_the_module_is_light() -> None:
-    code = "import sys, specwire.text.tokenizer; print(*{'torch', 'transformers', 'grpc'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == []
-
-
 class TestChatTemplate:
     def test_a_conversation_ends_where_the_assistant_begins(self, directory: Path) -> None:
         tokenizer = load_present(directory)
@@ -209,8 +203,7 @@ class TestChatTemplate:
 
     def test_a_file_takes_the_place_of_the_models_own(self, directory: Path, tmp_path: Path) -> None:
         (path := tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
-        tokenizer = load(directory, chat_template=read_chat_template(path))
-        assert tokenizer is not None
+        tokenizer = load_present(directory, read_chat_template(path))
         assert tokenizer.decode(tokenizer.apply_chat_template(SAID)) == "hello!"
         assert tokenizer.fingerprint == load_present(directory).fingerprint
 

@@ -142,13 +142,12 @@ class TestCommand:
     def test_adds_to_a_file_whose_last_line_is_open(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        path = tmp_path / "tokens"
-        path.write_text("# by hand")
-        for name in ("alice", "bob"):
-            path.write_text(path.read_text().rstrip("\n"))
-            assert cli.main(["token", name, "--tokens", str(path)]) == 0
-        tokens = Tokens(str(path))
-        assert [tokens.check(token).name for token in capsys.readouterr().out.split()] == ["alice", "bob"]
+        token, line = make_token("alice")
+        tokens_of(tmp_path, line)
+        path = str(tmp_path / "tokens")
+        assert cli.main(["token", "bob", "--tokens", path]) == 0
+        tokens, added = Tokens(path), capsys.readouterr().out.strip()
+        assert [tokens.check(each).name for each in (token, added)] == ["alice", "bob"]
 
     @pytest.mark.parametrize("words", [["a b"], ["a", "--max-running", "0"], ["a", "--expires", "soon"]])
     def test_refuses(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from draft_service.translation import MAX_SEGMENT, MIN_SEGMENT, Committed, Transcript, Translation
 from draft_service.vocabulary import SAMPLE, SharedVocabulary, Vocabulary
@@ -39,15 +42,19 @@ def shared(request: pytest.FixtureRequest) -> SharedVocabulary:
     return SharedVocabulary(target(), draft())
 
 
-def translated(shared: SharedVocabulary, target_ids: IntArray) -> list[int]:
-    """All at once."""
-    translation = Translation(shared)
-    translation.move_to(target_ids)
-    return translation.token_ids
-
-
 def ids_of(values: list[int]) -> IntArray:
     return np.array(values, np.int64)
+
+
+def moved(shared: SharedVocabulary, target_ids: list[int]) -> Translation:
+    """All at once."""
+    translation = Translation(shared)
+    translation.move_to(ids_of(target_ids))
+    return translation
+
+
+def plain() -> SharedVocabulary:
+    return SharedVocabulary(vocabularies.byte_level(), vocabularies.byte_level(OTHER_TEXTS, 300))
 
 
 def random_tokens(shared: SharedVocabulary, rng: random.Random) -> list[int]:
@@ -69,7 +76,7 @@ def test_any_tokens_and_any_rollback(shared: SharedVocabulary, seed: int) -> Non
         before = translation.token_ids
         translation.move_to(ids_of(target_ids))
         assert translation.num_unchanged == num_in_common(before, translation.token_ids)
-        assert translation.token_ids == translated(shared, ids_of(target_ids))
+        assert translation.token_ids == moved(shared, target_ids).token_ids
         text = shared.target.text_of(target_ids)
         written = shared.draft.text_of(translation.token_ids)
         assert written == text or (written.removeprefix(b" ") == text and text), (written, text)
@@ -82,8 +89,7 @@ def test_what_follows_does_not_change_what_is_kept(shared: SharedVocabulary) -> 
         first = [token_id for _ in range(12) for token_id in random_tokens(shared, rng)]
         kept = set()
         for _ in range(4):
-            translation = Translation(shared)
-            translation.move_to(ids_of(first + random_tokens(shared, rng)))
+            translation = moved(shared, first + random_tokens(shared, rng))
             num_kept, rest = translation.split(len(first))
             assert translation.token_ids[num_kept:] == rest
             kept.add((num_kept, *translation.token_ids[:num_kept]))
@@ -97,15 +103,13 @@ def test_plain_text_is_encoded_as_the_drafts_tokenizer_does(kind: str) -> None:
     target, draft = (make() for make in KINDS[kind])
     text = SAMPLE * 12
     assert len(text) > 3 * MAX_SEGMENT
-    found = translated(SharedVocabulary(target, draft), ids_of(target.encode(text, add_special_tokens=False)))
-    assert found == draft.encode(text)
+    ids = target.encode(text, add_special_tokens=False)
+    assert moved(SharedVocabulary(target, draft), ids).token_ids == draft.encode(text)
 
 
 def test_a_segment_is_bounded_where_no_word_ends() -> None:
-    target, draft = vocabularies.byte_level(), vocabularies.byte_level(OTHER_TEXTS, 300)
-    shared, text = SharedVocabulary(target, draft), "世界" * 2000
-    translation = Translation(shared)
-    translation.move_to(ids_of(target.encode(text)))
+    shared, text = plain(), "世界" * 2000
+    translation = moved(shared, shared.target.tokenizer.encode(text))
     assert shared.draft.text_of(translation.token_ids) == text.encode()
     _, rest = translation.split(1 << 30)
     assert len(shared.draft.text_of(rest)) <= MAX_SEGMENT
@@ -113,10 +117,9 @@ def test_a_segment_is_bounded_where_no_word_ends() -> None:
 
 def test_work_for_a_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the open segment is encoded anew."""
-    target, draft = vocabularies.byte_level(), vocabularies.byte_level(OTHER_TEXTS, 300)
-    shared = SharedVocabulary(target, draft)
-    translation, ids = Translation(shared), target.encode(SAMPLE * 40)
-    translation.move_to(ids_of(ids[:-20]))
+    shared = plain()
+    ids = shared.target.tokenizer.encode(SAMPLE * 40)
+    translation = moved(shared, ids[:-20])
     num_bytes, encode = list[int](), shared.draft.encode
 
     def counted(data: bytes, *, goes_on: bool) -> list[int]:
@@ -139,8 +142,7 @@ class TestSpecialTokens:
         shared = SharedVocabulary(target, draft)
         assert shared.to_draft([target.eos_id or 0, 2]) == [1, 0]
         ids = [0, *target.encode("ab"), 2, *target.encode("cd"), 1]
-        found = translated(shared, ids_of(ids))
-        assert found == [*draft.encode("ab"), 0, *draft.encode("cd"), 1]
+        assert moved(shared, ids).token_ids == [*draft.encode("ab"), 0, *draft.encode("cd"), 1]
 
     def test_a_begin_token_is_there_once(self) -> None:
         target = vocabularies.byte_level(bos=True)
@@ -148,13 +150,13 @@ class TestSpecialTokens:
         shared = SharedVocabulary(target, draft)
         for add_special_tokens in (True, False):
             ids = target.encode("hello", add_special_tokens=add_special_tokens)
-            assert translated(shared, ids_of(ids)) == draft.encode("hello")
+            assert moved(shared, ids).token_ids == draft.encode("hello")
 
     def test_a_draft_never_begins_with_nothing(self) -> None:
         shared = SharedVocabulary(
             vocabularies.byte_level(), vocabularies.byte_level(OTHER_TEXTS, 300, ("<a>", "<b>"))
         )
-        assert translated(shared, ids_of([])) == translated(shared, ids_of([0])) == [1]
+        assert moved(shared, []).token_ids == moved(shared, [0]).token_ids == [1]
 
 
 class TestOpenEnd:
@@ -164,9 +166,7 @@ class TestOpenEnd:
         """The text before it, its own text, and whether that is a token."""
         target = vocabularies.byte_level()
         shared = SharedVocabulary(target, draft)
-        translation = Translation(shared)
-        translation.move_to(ids_of(target.encode(text)))
-        num_kept, before, end = translation.split_open(0)
+        num_kept, before, end = moved(shared, target.encode(text)).split_open(0)
         assert num_kept == 0
         written = shared.draft.text_of(before)
         assert written + end.text == text.encode()
@@ -186,19 +186,15 @@ class TestOpenEnd:
         """A model needs a token before the one that it chooses."""
         draft = vocabularies.byte_level(["a b"], 300)
         shared = SharedVocabulary(vocabularies.byte_level(), draft)
-        translation = Translation(shared)
-        translation.move_to(ids_of(shared.target.encode(b"a", goes_on=False)))
+        translation = moved(shared, shared.target.encode(b"a", goes_on=False))
         assert translation.split_open(0) == (0, translation.token_ids, (b"", None))
 
 
 class TestTranscript:
     """What jobs are told, as the stream goes on."""
 
-    def shared(self) -> SharedVocabulary:
-        return SharedVocabulary(vocabularies.byte_level(), vocabularies.byte_level(OTHER_TEXTS, 300))
-
     def test_rollback_into_drafted_tokens(self) -> None:
-        transcript = Transcript(self.shared(), CONTEXT_LEN)
+        transcript = Transcript(plain(), CONTEXT_LEN)
         transcript.commit(0, [5, 6, 7])
         committed = transcript.commit(4, [9], drafted=[8, 8, 8])
         assert committed.target_ids.tolist() == [5, 6, 7, 8, 9]
@@ -210,7 +206,7 @@ class TestTranscript:
             transcript.commit(4, [], drafted=[8])
 
     def test_the_drafts_own_context(self) -> None:
-        shared = self.shared()
+        shared = plain()
         ids = shared.target.encode(b"\xe4\xbd" * 20, goes_on=False)
         committed = Committed(Translation(shared), ids_of(ids), 0, 44)
         assert len(committed.own(4)[1]) == 40
@@ -229,9 +225,8 @@ class TestVocabularies:
 
     def test_shared_tokens_have_the_same_text(self, shared: SharedVocabulary) -> None:
         ends = {shared.target.tokenizer.eos_id, *shared.target.tokenizer.special_ids}
-        pairs = [
-            (i, *shared.to_draft([i])) for i in range(shared.target_size) if i in shared and i not in ends
-        ]
+        ours = [i for i in range(shared.target_size) if i in shared and i not in ends]
+        pairs = [*zip(ours, shared.to_draft(ours), strict=True)]
         assert all(shared.target.texts[ours] == shared.draft.texts[theirs] for ours, theirs in pairs)
         assert len({theirs for _, theirs in pairs}) == len(pairs) > 50
         texts = {text for text in shared.target.texts if text} & {text for text in shared.draft.texts if text}
@@ -253,21 +248,14 @@ class TestVocabularies:
 
     def test_a_pair_that_shares_next_to_nothing(self) -> None:
         shared = SharedVocabulary(vocabularies.letters("abcdefghijklmnop"), vocabularies.letters("aXYZ"))
-        with pytest.raises(
-            ModelLoadError, match=r"a draft: has 6\.2% of the target's tokens, and \d\.\d% of those"
-        ):
+        problem = r"a draft: has 6\.2% of the target's tokens, and \d\.\d% of those"
+        with pytest.raises(ModelLoadError, match=problem):
             shared.check("a draft")
 
-    def test_a_tokenizer_of_another_kind(self) -> None:
-        from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models
-        from transformers import PreTrainedTokenizerFast
-
+    @pytest.mark.parametrize("name", ["WordPiece", "none"])
+    def test_a_tokenizer_of_another_kind(self, name: str) -> None:
         backend = Backend(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-        for decoder, name in ((decoders.WordPiece(), "WordPiece"), (None, "none")):
-            if decoder:
-                backend.decoder = decoder
-            else:
-                backend = Backend(models.WordPiece({"a": 0, "[UNK]": 2}, unk_token="[UNK]"))
-            with pytest.raises(UnsupportedError, match=name):
-                Vocabulary(Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)))
+        if name == "WordPiece":
+            backend.decoder = decoders.WordPiece()
+        with pytest.raises(UnsupportedError, match=name):
+            Vocabulary(Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)))

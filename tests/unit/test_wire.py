@@ -25,6 +25,7 @@ from specwire.completion import (
 from specwire.core import (
     Continuation,
     Fate,
+    Learning,
     Load,
     Logprobs,
     ModelInfo,
@@ -52,6 +53,8 @@ from tests.support.chunks import message_of
 from tests.support.parameters import VALUES
 
 EVERYTHING = SamplingParams(**VALUES | {"seed": 2**63 - 1})
+ZEROS = SamplingParams(temperature=0.0, seed=0, num_draft_tokens=0, logprobs=0)
+SAID = [{"role": "user", "content": "hi"}]
 
 GRAMMARS = [
     Grammar(json_schema={"type": "integer"}),
@@ -66,25 +69,30 @@ def over_the_wire(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
-class TestSamplingParams:
-    def test_no_field_is_lost(self) -> None:
-        changed = {f.name for f in dataclasses.fields(SamplingParams)}
-        default = SamplingParams()
-        assert all(getattr(EVERYTHING, name) != getattr(default, name) for name in changed)
-        request = over_the_wire(client_wire.generate_request("x", EVERYTHING))
-        assert client_wire.generate_params(request) == EVERYTHING
+def filled(noun: Any, **others: Any) -> Any:
+    """Each field with a value of its own that is no default: these, and by their types the others."""
+    for number, each in enumerate(dataclasses.fields(noun), start=2):
+        values: dict[Any, Any] = {"str": f"s{number}", "int": number, "float": number / 4, "bool": True}
+        values |= {"tuple[int, ...]": (number, 0), "tuple[str, ...]": (f"s{number}", "")}
+        if each.name not in others:
+            others[each.name] = values[each.type]
+    return noun(**others)
 
-    def test_the_defaults_survive(self) -> None:
-        assert client_wire.generate_params(
-            over_the_wire(client_wire.generate_request("x", SamplingParams()))
-        ) == (SamplingParams())
+
+class TestSamplingParams:
+    def test_everything_differs_from_the_defaults(self) -> None:
+        names = {f.name for f in dataclasses.fields(SamplingParams)}
+        default = SamplingParams()
+        assert all(getattr(EVERYTHING, name) != getattr(default, name) for name in names)
+
+    @pytest.mark.parametrize("params", [EVERYTHING, SamplingParams(), ZEROS], ids=["all", "none", "zeros"])
+    def test_round_trip(self, params: SamplingParams) -> None:
+        """Zero is not unset."""
+        request = over_the_wire(client_wire.generate_request("x", params))
+        assert client_wire.generate_params(request) == params
 
     def test_an_empty_message_means_the_defaults(self) -> None:
         assert client_wire.generate_params(generation_pb2.GenerateRequest(text="x")) == SamplingParams()
-
-    def test_zero_is_not_unset(self) -> None:
-        params = SamplingParams(temperature=0.0, seed=0, num_draft_tokens=0, logprobs=0)
-        assert client_wire.generate_params(over_the_wire(client_wire.generate_request("x", params))) == params
 
     def test_a_model_service_gets_the_sampling_parameters(self) -> None:
         opened = wire.opened_params(over_the_wire(wire.open_sequence(EVERYTHING, 3, 7)))
@@ -121,7 +129,7 @@ class TestPrompts:
         assert client_wire.generate_request("", params).WhichOneof("prompt") == "text"
         assert client_wire.generate_request(None, params, []).WhichOneof("prompt") == "token_ids"
         assert list(client_wire.generate_request(None, params, (1, 2)).token_ids.ids) == [1, 2]
-        request = client_wire.generate_request(None, params, None, [{"role": "user", "content": "hi"}])
+        request = client_wire.generate_request(None, params, None, SAID)
         assert [(m.role, m.content) for m in request.messages.messages] == [("user", "hi")]
 
     @pytest.mark.parametrize("forms", [(None, None, None), ("x", [1], None), (None, [1], []), ("", [], [])])
@@ -155,11 +163,16 @@ class TestPrompts:
         with pytest.raises(InvalidRequestError, match="name="):
             client_wire.object_from_json("name", text)
 
-    @pytest.mark.parametrize("bad", [[1], {1: 2}, {"x": float("nan")}, {"x": object()}])
-    def test_template_kwargs_that_are_not_json(self, bad: Any) -> None:
-        said = [{"role": "user", "content": "hi"}]
-        with pytest.raises(InvalidRequestError, match="chat_template_kwargs="):
-            client_wire.generate_request(None, SamplingParams(), None, said, chat_template_kwargs=bad)
+    @pytest.mark.parametrize(
+        ("name", "bad"),
+        [
+            *(("chat_template_kwargs", bad) for bad in ([1], {1: 2}, {"x": float("nan")}, {"x": object()})),
+            *(("tools", bad) for bad in ({"a": 1}, [1], [{"x": float("nan")}], [{"x": object()}])),
+        ],
+    )
+    def test_what_is_not_json(self, name: str, bad: Any) -> None:
+        with pytest.raises(InvalidRequestError, match=f"{name}="):
+            client_wire.generate_request(None, SamplingParams(), None, SAID, **{name: bad})
 
     @pytest.mark.parametrize("bad", [{"role": "user"}, {"role": "user", "content": 3}, "hi", {}])
     def test_messages(self, bad: Any) -> None:
@@ -167,16 +180,10 @@ class TestPrompts:
             client_wire.generate_request(None, SamplingParams(), None, [bad])
 
     def test_tools(self) -> None:
-        said, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "é"}}]
-        request = client_wire.generate_request(None, SamplingParams(), None, said, tools=tools)
+        tools = [{"type": "function", "function": {"name": "é"}}]
+        request = client_wire.generate_request(None, SamplingParams(), None, SAID, tools=tools)
         assert client_wire.tools_from_json(request.messages.tools) == tools
         assert client_wire.tools_from_json("") == []
-
-    @pytest.mark.parametrize("bad", [{"a": 1}, [1], [{"x": float("nan")}], [{"x": object()}]])
-    def test_tools_that_are_not_json(self, bad: Any) -> None:
-        said = [{"role": "user", "content": "hi"}]
-        with pytest.raises(InvalidRequestError, match="tools="):
-            client_wire.generate_request(None, SamplingParams(), None, said, tools=bad)
 
     def test_tools_without_a_conversation(self) -> None:
         with pytest.raises(InvalidRequestError, match="only for messages"):
@@ -243,28 +250,18 @@ SPENT = Timings(1, 2, 3, 4, 5)
 TREE = Proposal(8, [1, 2], parents=[-1, -1])
 
 
-def received_proposals(message: Any, num: int) -> list[Proposal]:
-    return proposals.from_proto(message, [5, 8, 9][:num], 1000)
-
-
 class TestProposals:
     def test_round_trip(self) -> None:
         """A chain whose supports are padded, a tree and nothing at all."""
         message = over_the_wire(proposals.to_proto([CHAIN, TREE, Proposal(9)], support_len=3))
         assert message.num_tokens == [2, 2, 0]
-        chain, tree, none = received_proposals(message, 3)
+        chain, tree, none = proposals.from_proto(message, [5, 8, 9], 1000)
         assert (chain.base_len, chain.token_ids, chain.parents) == (5, [7, 9], [])
         assert (tree.base_len, tree.token_ids, tree.parents, tree.supports) == (8, [1, 2], [-1, -1], ())
         assert (none.base_len, none.token_ids) == (9, [])
         for support in chain.supports:
             assert support.token_ids.tolist() == [7, 9]
             assert support.probs.tobytes() == SUPPORT.probs.tobytes()
-
-    def test_the_size_does_not_depend_on_tokens(self) -> None:
-        """Under rejection: a chain with smaller supports takes as many bytes."""
-        certain = Proposal(5, [3, 3], [Support(np.array([3]), np.ones(1, np.float32))] * 2)
-        sizes = {proposals.to_proto([each], support_len=8).ByteSize() for each in (CHAIN, certain)}
-        assert len(sizes) == 1
 
 
 class TestModelServices:
@@ -323,17 +320,12 @@ class TestModelServices:
             assert (len(message.open), list(message.close)) == (1, [7])
 
     def test_answers_of_the_draft(self) -> None:
-        answers = [
-            DraftAnswer(4, 1, CHAIN, SPENT, 6, True),
-            DraftAnswer(2, 9, TREE, Timings()),
-        ]
+        answers = [DraftAnswer(4, 1, CHAIN, SPENT, 6, True), DraftAnswer(2, 9, TREE, Timings())]
         ahead = [PreparedAnswer(2, [4, 5], TREE, 9, 2**40, 77, "t")]
         message = over_the_wire(draft_wire.response_to_proto(answers, ahead, [], "i", 2))
-        found = received_proposals(message.proposals, 2)
-        got = draft_wire.answers_from_proto(message, 1000)
-        assert [each._replace(proposal=found[0]) for each in got] == [
-            each._replace(proposal=found[0]) for each in answers
-        ]
+        first, second = draft_wire.answers_from_proto(message, 1000)
+        assert [first._replace(proposal=CHAIN), second] == answers
+        assert (first.proposal.base_len, first.proposal.token_ids) == (5, [7, 9])
         (prepared,) = draft_wire.prepared_from_proto(message.prepared, 1000)
         assert prepared == ahead[0]
 
@@ -360,26 +352,10 @@ class TestModelServices:
 
 
 def test_model_info_round_trip() -> None:
-    sent = ModelInfo(
-        name="m",
-        vocab_size=9,
-        context_len=8,
-        tokenizer_fingerprint="f",
-        dtype="float32",
-        num_parameters=7,
-        eos_token_ids=(1, 2),
-        protocol_version=4,
-        incarnation="i",
-        tokenizer_source="s",
-        encoder_len=6,
-        decoder_token_ids=(3, 4),
-        chat_template="{{ messages }}",
-        host="h",
-        devices=("gpu 1", "gpu 2"),
-        num_cores=8,
-        num_threads=4,
-    )
-    assert wire.model_info_from_proto(over_the_wire(wire.model_info_to_proto(sent))) == sent
+    """With all that is optional, and without."""
+    told = {"learning": filled(Learning), "costs": filled(Load), "adapters": {"mine": "hash"}}
+    for sent in (filled(ModelInfo, **told), ModelInfo(name="m", vocab_size=9, context_len=8)):
+        assert wire.model_info_from_proto(over_the_wire(wire.model_info_to_proto(sent))) == sent
 
 
 @pytest.mark.parametrize("stop_reason", [None, "x", "", 0, 5])
@@ -399,82 +375,48 @@ def test_completion_and_chunk_round_trip(stop_reason: str | int | None) -> None:
         text=chunk.text,
         token_ids=tuple(range(len(tokens))),
         finish_reason=FinishReason.STOP,
-        usage=Usage(prompt_tokens=3, completion_tokens=4),
-        speculation=Speculation(
-            num_rounds=2,
-            num_draft_tokens=4,
-            num_accepted_tokens=2,
-            acceptance_histogram=(0, 2),
-            drafted_per_position=(2, 2),
-            accepted_per_position=(2, 0),
-            draft_unavailable="gone",
-            by_source=(
-                SourceCounts(source="small", num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2),
-                SourceCounts(source="ngram", num_drafts=1, num_draft_tokens=1),
-            ),
-        ),
-        timing=Timing(
-            total_ms=7.5,
-            time_to_first_token_ms=1.5,
-            draft_ms=2.0,
-            verify_ms=3.0,
-            draft_queue_ms=0.5,
-            rule_ms=0.25,
-            verify_network_ms=1.0,
-            coordinator_ms=0.75,
-            ahead_ms=1.25,
-        ),
+        usage=filled(Usage),
+        speculation=filled(Speculation, by_source=(filled(SourceCounts), SourceCounts(source="ngram"))),
+        timing=filled(Timing),
         stop_reason=stop_reason,
         seed=2**63 - 1,
         model="m",
         tokens=tokens,
         num_resumes=2,
         hypotheses=(
-            Hypothesis(
-                text="a", token_ids=(1, 2), score=-0.5, finish_reason=FinishReason.STOP, stop_reason=2
-            ),
-            Hypothesis(text="b", token_ids=(1, 0), score=-1.5, finish_reason=FinishReason.LENGTH),
+            filled(Hypothesis, finish_reason=FinishReason.STOP, stop_reason=2),
+            filled(Hypothesis, finish_reason=FinishReason.LENGTH, stop_reason=None),
         ),
     )
-    assert (
-        client_wire.completion_from_proto(over_the_wire(client_wire.completion_to_proto(sent)), got.tokens, 2)
-        == sent
-    )
+    received = over_the_wire(client_wire.completion_to_proto(sent))
+    assert client_wire.completion_from_proto(received, got.tokens, 2) == sent
+
+
+ARGUMENTS: dict[type[SpecwireError], tuple[Any, ...]] = {
+    errors.InvalidRequestError: ("top_p", 2.0, "must lie in (0, 1]"),
+    errors.ContextLengthError: ("max_tokens", 9, "over the context of 8"),
+    errors.UnsupportedError: ("stop", ["x"], "no tokenizer"),
+    errors.PrefixMismatchError: (7, 3),
+}
+"""Of those that are not made of what they say."""
+ERRORS = [
+    errors.ResourceExhaustedError("full", 20),
+    *(
+        kind(*ARGUMENTS.get(kind, ("what happened",)))
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, SpecwireError) and kind is not SpecwireError
+    ),
+]
+"""One of each kind, and one that says when to try again."""
 
 
 class TestErrors:
-    EXAMPLES = (
-        errors.InvalidRequestError("top_p", 2.0, "must lie in (0, 1]"),
-        errors.ContextLengthError("max_tokens", 9, "over the context of 8"),
-        errors.UnsupportedError("stop", ["x"], "no tokenizer"),
-        errors.ModelLoadError("--model /x: none"),
-        errors.ConfigError("--address x: in use"),
-        errors.HandshakeError("a and b"),
-        errors.PrefixMismatchError(7, 3),
-        errors.UnauthenticatedError("a token is required"),
-        errors.ResourceExhaustedError("full", 20),
-        errors.ResourceExhaustedError("too large"),
-        errors.StreamIdleError("no token was taken for 60 s"),
-        errors.ServiceUnavailableError("gone"),
-        errors.ServiceLoadingError("the service loads its model"),
-        errors.ServiceDrainingError("the service is shutting down"),
-        errors.DeadlineExceededError("late"),
-        errors.RequestCancelledError("cancelled"),
-        errors.InternalError("a defect"),
-    )
-
-    def test_every_error_is_here(self) -> None:
-        kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
-        kinds = {kind for kind in kinds if issubclass(kind, SpecwireError)} - {SpecwireError}
-        assert {type(error) for error in self.EXAMPLES} == kinds
-
-    @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+    @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
     def test_what_ends_a_sequence_is_raised_the_same(self, error: SpecwireError) -> None:
         got = columns.error_from_proto(over_the_wire(columns.error_to_proto(3, error)))
-        assert type(got) is type(error)
-        assert (str(got), got.details()) == (str(error), error.details())
+        assert (type(got), str(got), got.details()) == (type(error), str(error), error.details())
 
-    @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+    @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
     def test_the_peer_raises_the_same(self, error: SpecwireError) -> None:
         status = to_status(error)
 
@@ -484,7 +426,5 @@ class TestErrors:
             trailing_metadata = staticmethod(lambda: status.trailing_metadata)
 
         got = from_rpc_error(ReceivedError())
-        assert type(got) is type(error)
-        assert str(got) == str(error)
-        assert got.details() == error.details()
+        assert (type(got), str(got), got.details()) == (type(error), str(error), error.details())
         assert status.code.name == error.status
