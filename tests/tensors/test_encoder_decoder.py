@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,15 @@ def tokens_of(num: int, seed: int) -> list[int]:
 INPUTS = [tokens_of(num, num) for num in (1, 8, 23)]
 
 
+def made(family: str, num_pages: int) -> tuple[EncoderDecoderRunner, Any]:
+    """A runner, and transformers' own model."""
+    model, own = encoder_decoders.build(family), encoder_decoders.build(family)
+    return EncoderDecoderRunner(model, num_pages=num_pages, page_size=PAGE_SIZE), own
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: Any) -> tuple[EncoderDecoderRunner, Any]:
-    """A runner, and transformers' own model."""
-    runner = EncoderDecoderRunner(encoder_decoders.build(request.param), num_pages=128, page_size=PAGE_SIZE)
-    return runner, encoder_decoders.build(request.param)
+    return made(request.param, num_pages=128)
 
 
 def opened(runner: EncoderDecoderRunner, encoder_input: list[int]) -> SequenceCache:
@@ -168,17 +173,16 @@ def test_the_self_check_notices_a_model_that_is_computed_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("flag", "options"),
+    ("flag", "option"),
     [
         ("--batch-invariant", {"batch_invariant": True}),
         ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
     ],
 )
-def test_what_does_not_combine_is_refused_by_name(flag: str, options: dict[str, Any], tmp_path: Path) -> None:
-    saved = encoder_decoders.save(tmp_path, "t5")
-    config = VerifyConfig(model=str(saved), **options)
+def test_what_does_not_combine_is_refused_by_name(flag: str, option: dict[str, Any], tmp_path: Path) -> None:
+    saved = str(encoder_decoders.save(tmp_path, "t5"))
     with pytest.raises(ModelLoadError, match=f"encoder-decoder, which is not served with {flag}"):
-        models.make_runner(config, str(saved))
+        models.make_runner(VerifyConfig(model=saved, **option), saved)
 
 
 # --- the engine ---------------------------------------------------------------------------------------
@@ -186,17 +190,14 @@ def test_what_does_not_combine_is_refused_by_name(flag: str, options: dict[str, 
 
 @pytest.fixture(params=[160, 24], ids=["enough memory", "evictions and preemptions"])
 def engine(request: Any) -> Iterator[LogitsEngine]:
-    own = encoder_decoders.build("t5_gated")
+    runner, own = made("t5_gated", request.param)
 
     def from_scratch(sequence: TokenSequence) -> Tensor:
         tokens, num_read = sequence.tokens, sequence.cache.encoder_len
         return own_logits(own, tokens[:num_read], tokens[num_read:])
 
-    model = encoder_decoders.build("t5_gated")
-    runner = EncoderDecoderRunner(model, num_pages=request.param, page_size=PAGE_SIZE)
-    made = LogitsEngine(runner, from_scratch, max_num_tokens=40, max_prefill_tokens=10)  # less than an input
-    yield made
-    made.close()
+    with closing(LogitsEngine(runner, from_scratch, max_num_tokens=40, max_prefill_tokens=10)) as found:
+        yield found  # which prefills less than an input at a time
 
 
 def test_logits_after_any_history_equal_those_from_scratch(engine: LogitsEngine) -> None:

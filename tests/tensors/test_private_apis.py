@@ -8,7 +8,6 @@ import inspect
 import re
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,8 +20,8 @@ from transformers import core_model_loading
 from specwire.engine import private
 from specwire.rpc import private as rpc_private
 from specwire.v1 import common_pb2
+from tests.support.imports import ROOT, sources
 
-ROOT = Path(__file__).parents[2]
 GRPC = f"specwire/rpc/private.py uses it of grpcio, which is now {grpc.__version__}"
 
 
@@ -111,6 +110,6 @@ def test_private_apis_are_used_in_their_files_alone() -> None:
     private_use = re.compile(r"torch\.ops\.|_cython_call|\._parameters\b")
     allowed = {ROOT / "specwire/engine/private.py", ROOT / "specwire/rpc/private.py"}
     for folder in ("specwire", "coordinator", "draft_service", "tools", "verify_service"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sources(folder):
             found = [] if path in allowed else private_use.findall(path.read_text())
             assert not found, f"{path}: put what needs {found} into one of the private.py files"
