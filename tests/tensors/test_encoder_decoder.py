@@ -30,8 +30,6 @@ from tests.support.integrity import check_integrity
 from tests.support.logits_engine import LogitsEngine, Stream
 from verify_service.verifier import VerifyJob
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PAGE_SIZE = 4
 NUM_TOKENS = 2 * MAX_DISTANCE
 TOLERANCE = 2e-5

@@ -21,8 +21,6 @@ from tests.support.tiny_models import VOCAB_SIZE, build
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss")
 TOKENS = np.random.default_rng(0).integers(3, VOCAB_SIZE, size=24)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def _runner(family: str = "llama", **options: Any) -> ModelRunner:
     return ModelRunner(build(family), num_pages=64, page_size=4, **options)

@@ -21,8 +21,6 @@ from specwire.engine.model.loading import describe, load_model, self_check
 from specwire.errors import ModelLoadError
 from tests.support.tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def llama_dir(tmp_path: Path) -> Path:

@@ -26,9 +26,6 @@ VOCAB = 200
 ALMOST_ONE = 1 - 2.0**-53
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
