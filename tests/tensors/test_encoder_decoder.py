@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from verify_service.verifier import VerifyJob
 
 PAGE_SIZE = 4
 NUM_TOKENS = 2 * MAX_DISTANCE
-TOLERANCE = 2e-5
 
 
 def tokens_of(num: int, seed: int) -> list[int]:
@@ -60,8 +60,7 @@ def opened(runner: EncoderDecoderRunner, encoder_input: list[int]) -> SequenceCa
     return cache
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+assert_close = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 
 
 def assert_idle(runner: ModelRunner) -> None:
@@ -78,16 +77,14 @@ def test_random_chunks_of_several_sequences(pair: tuple[EncoderDecoderRunner, An
     ends = [0, 0, 0]
     while min(ends) < len(texts[0]):
         chosen = [i for i in range(3) if ends[i] < len(texts[i]) and rng.random() < 0.7]
-        sizes = {i: rng.choice([1, 1, 2, 5, 9]) for i in chosen}
         feeds = []
         for i in chosen:
-            chunk = texts[i][ends[i] : ends[i] + sizes[i]]
+            chunk = texts[i][ends[i] : ends[i] + rng.choice([1, 1, 2, 5, 9])]
             feeds.append(Feed(caches[i], chunk if ends[i] else INPUTS[i] + chunk, len(chunk)))
-        logits = runner.forward(feeds)
-        for i, feed in zip(chosen, feeds, strict=True):
-            rows, logits = logits[: feed.num_rows], logits[feed.num_rows :]
-            assert_close(rows, expected[i][ends[i] : ends[i] + feed.num_rows])
-            ends[i] += feed.num_rows
+        logits = runner.forward(feeds).split([feed.num_rows for feed in feeds])
+        for i, rows in zip(chosen, logits, strict=True):
+            assert_close(rows, expected[i][ends[i] : ends[i] + len(rows)])
+            ends[i] += len(rows)
             if rng.random() < 0.3:  # the last tokens are run again
                 ends[i] = max(1, ends[i] - 3)
                 caches[i].truncate(len(INPUTS[i]) + ends[i])

@@ -193,8 +193,7 @@ class TestRefusals:
         ],
     )
     def test_of_the_tensors(self, tmp_path: Path, old: str, new: str, named: str) -> None:
-        everywhere = {"target_modules": ".*_proj"}
-        directory = adapters.rewrite(adapters.save_adapter(tmp_path / "a"), **everywhere)
+        directory = adapters.rewrite(adapters.save_adapter(tmp_path / "a"), target_modules=".*_proj")
         adapters.rename_tensors(directory, old, new)
         with pytest.raises(ModelLoadError, match=f"--lora-modules.*{named}"):
             loading.load_adapters(tiny_models.build("llama"), {"mine": directory})
