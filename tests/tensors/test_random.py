@@ -1,6 +1,7 @@
 """The counter-based generator: known answers, equal bits everywhere, independent streams."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ def test_known_answers_in_python_numpy_and_torch(
 ) -> None:
     assert philox(counter, key) == words
     for array in (np.array, torch.tensor):
-        result = philox(tuple(array([word]) for word in counter), tuple(array([word]) for word in key))
+        arrays: list[Any] = [tuple(array([word]) for word in given) for given in (counter, key)]
+        result = philox(*arrays)
         assert tuple(int(word[0]) for word in result) == words
 
 

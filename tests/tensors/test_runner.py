@@ -313,7 +313,7 @@ def test_models_without_the_interface_are_refused(family: str) -> None:
 def test_unknown_attention_keywords_are_refused() -> None:
     query = torch.zeros(1, 2, 1, 8)
     probe: Any = object()
-    unknown = {"position_bias": query, "alibi": query, "is_causal": False, "dropout": 0.1}
+    unknown: dict[str, Any] = {"position_bias": query, "alibi": query, "is_causal": False, "dropout": 0.1}
     for name, value in unknown.items():
         with attention.running(probe), pytest.raises(UnsupportedError, match=name):
             attention.paged_attention(torch.nn.Identity(), query, query, query, None, **{name: value})

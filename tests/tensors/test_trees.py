@@ -144,15 +144,12 @@ def test_over_scattered_pages(family: str) -> None:
 @pytest.mark.parametrize("family", _KINDS_OF_ATTENTION)
 def test_a_word_that_is_wrong_gives_other_logits(family: str) -> None:
     """The negative control: one node follows its parent's sibling instead."""
-    runner, drawn = _runner(family), Drawn.of(8, seed=0)
-    parents = (-1, -1, 0, 1, 0, 3, 2, 2)
-    right, wrong = (
-        Drawn(drawn.token_ids, TokenTree(PREFIX_LEN, changed))
-        for changed in (parents, (*parents[:4], 1, *parents[5:]))
-    )
+    runner = _runner(family)
+    right, wrong = (TokenTree(PREFIX_LEN, (-1, -1, 0, 1, parent, 3, 2, 2)) for parent in (0, 1))
+    drawn = Drawn(Drawn.of(8, seed=0).token_ids, right)
     with runner.new_sequence() as cache:
-        found = runner.forward([_feed(cache, right, tree=wrong.tree)])
-    expected = _expected(family, right)
+        found = runner.forward([_feed(cache, drawn, tree=wrong)])
+    expected = _expected(family, drawn)
     others = [row for row in range(9) if row != 5]
     _assert_close(found[others], expected[others])
     assert (found[5] - expected[5]).abs().max() > 100 * TOLERANCE
@@ -387,12 +384,11 @@ def test_a_batch_is_split_in_the_middle_of_a_tree(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_emulated_device_emits_at_a_nodes_own_position() -> None:
-    model = EmulatedModel(step_ms=0.0)
-    runner, drawn = EmulatedRunner(model, num_pages=16, page_size=16), Drawn.of(20, seed=1)
+    runner = EmulatedRunner(EmulatedModel(step_ms=0.0), num_pages=16, page_size=16)
+    drawn = Drawn.of(20, seed=1)
     with runner.new_sequence() as cache, runner.new_sequence() as alone:
         found = runner.forward([_feed(cache, drawn)])
         for node in (-1, *drawn.leaves):
-            path = drawn.path(node)
-            expected = runner.forward([Feed(alone, path, 1)])
+            expected = runner.forward([Feed(alone, drawn.path(node), 1)])
             assert torch.equal(found[node + 1], expected[0])
             alone.truncate(0)
