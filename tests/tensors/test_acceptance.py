@@ -250,11 +250,9 @@ def test_the_first_rejection_ends_the_round() -> None:
     draft = support([0, 1], [0.5, 0.5])
     judgements = [floats([0.5, 0.5]), floats([0, 1]), floats([0.5, 0.5])]
     verdict = Verdict(9, [-1, -1, -1, 1], judgements, [0.0, 0.0, 0.0])
-    proposal = Proposal(9, [0, 0, 0], [draft] * 3)
-    assert accepted(proposal, verdict, [0.1] * 3, [0.1] * 3) == Outcome(range(1), 1)
-    assert accepted(Proposal(9, [0, 1, 0], [draft] * 3), verdict, [0.1] * 3, [0.0] * 3) == Outcome(
-        range(3), 1
-    )
+    for token_ids, num_kept in (([0, 0, 0], 1), ([0, 1, 0], 3)):
+        outcome = accepted(Proposal(9, token_ids, [draft] * 3), verdict, [0.1] * 3, [0.1] * 3)
+        assert outcome == Outcome(range(num_kept), 1)
 
 
 @pytest.mark.parametrize(

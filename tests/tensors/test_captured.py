@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,10 +58,9 @@ def test_large_inputs_and_what_cannot_be_captured_run_as_they_are(monkeypatch: p
 
     inputs = torch.randn(3, 7), torch.randn(3)
     wanted = _sums(*inputs, power=2)
-    broken, replay = captured.Captured(_sums, Broken()), Counting()
-    large = captured.Captured(_sums, replay)
+    replay = Counting()
     monkeypatch.setattr(captured, "MOST_ELEMENTS", 27)
-    for function in (broken, large):
+    for function in (captured.Captured(_sums, Broken()), captured.Captured(_sums, replay)):
         for _ in range(4):
             assert torch.equal(function(*inputs, power=2)[0], wanted[0])
     assert replay.num_captured == 0
@@ -73,11 +73,7 @@ def test_the_functions_that_are_captured_are_pure_in_their_rows(num_rows: int) -
     uniforms = torch.rand(num_rows, dtype=torch.float64)
     keys = torch.tensor([[7, 100 + i] for i in range(num_rows)])
     for function, inputs, fixed in (
-        (
-            rows.drawn_on_device,
-            (log_probs, uniforms),
-            {"mass": 0.9, "max_support": 20},
-        ),
+        (rows.drawn_on_device, (log_probs, uniforms), {"mass": 0.9, "max_support": 20}),
         (random._gumbel_of_rows, (keys,), {"vocab_size": 50}),
         (choices.likeliest_on_device, (log_probs,), {"most": 4}),
         (choices.likeliest_on_device, (log_probs,), {"most": 1}),
@@ -129,11 +125,8 @@ def test_layers_that_cannot_be_compiled_stay_as_they_are(
     def backend(*_: Any) -> Any:
         raise RuntimeError("no compiler")
 
-    class Failing(CompiledLayers):
-        def __init__(self, model: Any, attending: list[Any]) -> None:
-            super().__init__(model, attending, backend=backend)
-
-    monkeypatch.setattr("specwire.engine.model.runner.CompiledLayers", Failing)
+    failing = functools.partial(CompiledLayers, backend=backend)
+    monkeypatch.setattr("specwire.engine.model.runner.CompiledLayers", failing)
     runner = ModelRunner(build("llama"), num_pages=32, page_size=16, compiles=True)
     with torch.inference_mode():
         expected = runner._trial()

@@ -2,13 +2,14 @@
 
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from draft_service.drafter import DraftDecider, DraftJob, LeavesJob, TreeJob
 from specwire.config.services import DraftConfig
-from specwire.core import NO_TOKEN, Proposal, Rule, SamplingParams, Verdict
+from specwire.core import NO_TOKEN, Proposal, Rule, SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
 from specwire.engine.device import Decider
 from specwire.engine.drawn import Drawn
@@ -57,7 +58,7 @@ def _draft(number: int) -> DraftJob:
     return DraftJob(_sequence(number), 0, _committed(number), num_draft_tokens=1, vocab_limit=limit)
 
 
-def _results(decider: Decider, jobs: Sequence[Job], logits: torch.Tensor) -> list[object]:
+def _results(decider: Decider, jobs: Sequence[Job], logits: torch.Tensor) -> list[Any]:
     for job in jobs:
         job.start()
     question = pickle.loads(pickle.dumps(decider.ask(jobs)))
@@ -71,8 +72,6 @@ def test_verdicts() -> None:
     together = _results(VerifyDecider(), [_verify(i) for i in range(len(PARAMS))], logits)
     for i, (params, found) in enumerate(zip(PARAMS, together, strict=True)):
         [alone] = _results(VerifyDecider(), [_verify(i)], logits[i * num_rows : (i + 1) * num_rows])
-        assert isinstance(found, Verdict)
-        assert isinstance(alone, Verdict)
         assert found.target_token_ids == alone.target_token_ids
         assert len(found.target_probs) == len(found.tail_mass) == (0 if params.matches_tokens else 3)
         np.testing.assert_allclose(found.tail_mass, alone.tail_mass, rtol=1e-6)
@@ -87,8 +86,6 @@ def test_only_the_sequence_with_bad_logits_fails() -> None:
     logits[[4, 9]] = torch.nan
     first, second, third = _results(VerifyDecider(), [_verify(i) for i in range(3)], logits)
     assert isinstance(second, InternalError)
-    assert isinstance(first, Verdict)
-    assert isinstance(third, Verdict)
     assert NO_TOKEN not in first.target_token_ids
     assert [token_id == NO_TOKEN for token_id in third.target_token_ids] == [False, True, False, False]
 
@@ -99,8 +96,6 @@ def test_drafts() -> None:
     together = _results(decider, [_draft(i) for i in range(len(PARAMS))], logits)
     for i, found in enumerate(together):
         [alone] = _results(decider, [_draft(i)], logits[i : i + 1])
-        assert isinstance(found, Proposal)
-        assert isinstance(alone, Proposal)
         assert found.token_ids == alone.token_ids
         assert len(found.supports) == len(alone.supports) == (not PARAMS[i].matches_tokens)
         for ours, theirs in zip(found.supports, alone.supports, strict=True):

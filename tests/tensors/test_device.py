@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError, ModelLoadError
 from specwire.rule.captured import EagerReplay
-from tests.support.quantised import save_compressed, save_fp8
+from tests.support.quantised import save_compressed, save_fp8, set_quantisation
 from tests.support.tiny_models import build, save
 from verify_service.verifier import VerifyDecider
 
@@ -107,10 +107,8 @@ def test_transformers_needs_the_packages_too(method: str) -> None:
     """What is refused here is refused by transformers, for the same lack."""
     missing = [each for each in QUANTISERS[method] if find_spec(each) is None]
     wanted = {"quant_method": method, **_SETTINGS.get(method, {})}
-    if missing:
-        with pytest.raises(Exception, match=f"(?i){'|'.join(missing).replace('_', '.')}"):
-            AutoHfQuantizer.from_config(wanted, pre_quantized=True).validate_environment(device_map=None)
-    else:
+    refused = pytest.raises(Exception, match=f"(?i){'|'.join(missing).replace('_', '.')}")
+    with refused if missing else nullcontext():
         AutoHfQuantizer.from_config(wanted, pre_quantized=True).validate_environment(device_map=None)
 
 
@@ -148,10 +146,8 @@ def test_experts_in_4_bits_are_served(tmp_path: Path) -> None:
         weights[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
         weights[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
     save_file(weights, path, metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    config["quantization_config"]["modules_to_not_convert"] = ["self_attn", "router", "lm_head"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    kept = ["self_attn", "router", "lm_head"]
+    set_quantisation(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
     assert load_model(tmp_path).model.layers[0].mlp.experts.down_proj.dtype.is_floating_point
 
 
@@ -170,10 +166,7 @@ def test_experts_in_4_bits_are_served(tmp_path: Path) -> None:
 def test_a_quantised_checkpoint_that_cannot_be_loaded_is_refused_by_name(
     method: str | None, reason: str, tmp_path: Path
 ) -> None:
-    directory = save(build("llama"), tmp_path)
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method}
-    (directory / "config.json").write_text(json.dumps(config))
+    set_quantisation(save(build("llama"), tmp_path), {"quant_method": method})
     with pytest.raises(ModelLoadError, match=reason) as caught:
-        load_model(directory)
-    assert str(directory) in str(caught.value)
+        load_model(tmp_path)
+    assert str(tmp_path) in str(caught.value)

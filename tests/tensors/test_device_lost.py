@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from specwire.engine.device import Decide, DeviceLostError
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
+from tests.support.fixtures import entered
 from tests.support.harness import LoopThread
 from tests.support.integrity import check_integrity
 from tests.support.jobs import result_of
@@ -79,20 +81,13 @@ class Losing:
         self.thread.close()
 
 
-@pytest.fixture
-def losing() -> Iterator[Losing]:
-    made = Losing()
-    yield made
-    made.close()
+losing = entered(lambda: closing(Losing()), scope="function")
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[list[int]]:
-    made = Losing()
-    try:
+    with closing(Losing()) as made:
         return [made.verify(0, PROMPT, [5, 6]), made.verify(40, [9], [7, 8, 9])]
-    finally:
-        made.close()
 
 
 def test_a_step_that_was_lost_is_run_again_from_the_tokens(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,8 @@ from tests.support.integrity import check_integrity
 from tests.support.logits_engine import LogitsEngine, Stream
 from verify_service.verifier import VerifyJob
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PAGE_SIZE = 4
 NUM_TOKENS = 2 * MAX_DISTANCE
-TOLERANCE = 2e-5
 
 
 def tokens_of(num: int, seed: int) -> list[int]:
@@ -44,11 +43,15 @@ def tokens_of(num: int, seed: int) -> list[int]:
 INPUTS = [tokens_of(num, num) for num in (1, 8, 23)]
 
 
+def made(family: str, num_pages: int) -> tuple[EncoderDecoderRunner, Any]:
+    """A runner, and transformers' own model."""
+    model, own = encoder_decoders.build(family), encoder_decoders.build(family)
+    return EncoderDecoderRunner(model, num_pages=num_pages, page_size=PAGE_SIZE), own
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: Any) -> tuple[EncoderDecoderRunner, Any]:
-    """A runner, and transformers' own model."""
-    runner = EncoderDecoderRunner(encoder_decoders.build(request.param), num_pages=128, page_size=PAGE_SIZE)
-    return runner, encoder_decoders.build(request.param)
+    return made(request.param, num_pages=128)
 
 
 def opened(runner: EncoderDecoderRunner, encoder_input: list[int]) -> SequenceCache:
@@ -57,8 +60,7 @@ def opened(runner: EncoderDecoderRunner, encoder_input: list[int]) -> SequenceCa
     return cache
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+assert_close = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 
 
 def assert_idle(runner: ModelRunner) -> None:
@@ -75,16 +77,14 @@ def test_random_chunks_of_several_sequences(pair: tuple[EncoderDecoderRunner, An
     ends = [0, 0, 0]
     while min(ends) < len(texts[0]):
         chosen = [i for i in range(3) if ends[i] < len(texts[i]) and rng.random() < 0.7]
-        sizes = {i: rng.choice([1, 1, 2, 5, 9]) for i in chosen}
         feeds = []
         for i in chosen:
-            chunk = texts[i][ends[i] : ends[i] + sizes[i]]
+            chunk = texts[i][ends[i] : ends[i] + rng.choice([1, 1, 2, 5, 9])]
             feeds.append(Feed(caches[i], chunk if ends[i] else INPUTS[i] + chunk, len(chunk)))
-        logits = runner.forward(feeds)
-        for i, feed in zip(chosen, feeds, strict=True):
-            rows, logits = logits[: feed.num_rows], logits[feed.num_rows :]
-            assert_close(rows, expected[i][ends[i] : ends[i] + feed.num_rows])
-            ends[i] += feed.num_rows
+        logits = runner.forward(feeds).split([feed.num_rows for feed in feeds])
+        for i, rows in zip(chosen, logits, strict=True):
+            assert_close(rows, expected[i][ends[i] : ends[i] + len(rows)])
+            ends[i] += len(rows)
             if rng.random() < 0.3:  # the last tokens are run again
                 ends[i] = max(1, ends[i] - 3)
                 caches[i].truncate(len(INPUTS[i]) + ends[i])
@@ -168,17 +168,16 @@ def test_the_self_check_notices_a_model_that_is_computed_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("flag", "options"),
+    ("flag", "option"),
     [
         ("--batch-invariant", {"batch_invariant": True}),
         ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
     ],
 )
-def test_what_does_not_combine_is_refused_by_name(flag: str, options: dict[str, Any], tmp_path: Path) -> None:
-    saved = encoder_decoders.save(tmp_path, "t5")
-    config = VerifyConfig(model=str(saved), **options)
+def test_what_does_not_combine_is_refused_by_name(flag: str, option: dict[str, Any], tmp_path: Path) -> None:
+    saved = str(encoder_decoders.save(tmp_path, "t5"))
     with pytest.raises(ModelLoadError, match=f"encoder-decoder, which is not served with {flag}"):
-        models.make_runner(config, str(saved))
+        models.make_runner(VerifyConfig(model=saved, **option), saved)
 
 
 # --- the engine ---------------------------------------------------------------------------------------
@@ -186,17 +185,14 @@ def test_what_does_not_combine_is_refused_by_name(flag: str, options: dict[str, 
 
 @pytest.fixture(params=[160, 24], ids=["enough memory", "evictions and preemptions"])
 def engine(request: Any) -> Iterator[LogitsEngine]:
-    own = encoder_decoders.build("t5_gated")
+    runner, own = made("t5_gated", request.param)
 
     def from_scratch(sequence: TokenSequence) -> Tensor:
         tokens, num_read = sequence.tokens, sequence.cache.encoder_len
         return own_logits(own, tokens[:num_read], tokens[num_read:])
 
-    model = encoder_decoders.build("t5_gated")
-    runner = EncoderDecoderRunner(model, num_pages=request.param, page_size=PAGE_SIZE)
-    made = LogitsEngine(runner, from_scratch, max_num_tokens=40, max_prefill_tokens=10)  # less than an input
-    yield made
-    made.close()
+    with closing(LogitsEngine(runner, from_scratch, max_num_tokens=40, max_prefill_tokens=10)) as found:
+        yield found  # which prefills less than an input at a time
 
 
 def test_logits_after_any_history_equal_those_from_scratch(engine: LogitsEngine) -> None:

@@ -20,8 +20,6 @@ from verify_service.verifier import VerifyDecider
 
 DOCUMENT = (ROOT / "docs/models.md").read_text()
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def table() -> dict[str, str]:
     """By family, what the document says of it."""

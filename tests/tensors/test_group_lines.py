@@ -6,7 +6,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,16 +14,13 @@ import pytest
 from specwire.engine.group import control
 from specwire.engine.measuring import measure
 from specwire.engine.model.runner import ModelRunner
+from tests.support.fixtures import entered
 from tests.support.tiny_models import model_of
 
 HOST = "127.0.0.1"
 
 
-@pytest.fixture
-def lines() -> Iterator[control.DriverConnections]:
-    opened = control.DriverConnections(HOST)
-    yield opened
-    opened.close()
+lines = entered(lambda: closing(control.DriverConnections(HOST)), scope="function")
 
 
 def call(lines: control.DriverConnections) -> socket.socket:

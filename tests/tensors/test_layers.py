@@ -21,11 +21,9 @@ from tests.support.tiny_models import VOCAB_SIZE, build
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss")
 TOKENS = np.random.default_rng(0).integers(3, VOCAB_SIZE, size=24)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-def _runner(family: str = "llama", **overrides: Any) -> ModelRunner:
-    return ModelRunner(build(family, **overrides), num_pages=64, page_size=4)
+def _runner(family: str = "llama", **options: Any) -> ModelRunner:
+    return ModelRunner(build(family), num_pages=64, page_size=4, **options)
 
 
 def _nothing(_: Any, __: Any, output: Any) -> Any:
@@ -96,9 +94,8 @@ def _in_chunks(runner: ModelRunner, left_out: Blocks | None) -> Tensor:
 
 def test_padded_steps() -> None:
     """As they are captured on CUDA: of a model less some blocks and of the whole one, in turns."""
-    plain, padded = _runner(), ModelRunner(build("llama"), num_pages=64, page_size=4, replay=EagerReplay())
     found = []
-    for runner in (plain, padded):
+    for runner in (_runner(), _runner(replay=EagerReplay())):
         left_out = ModelBlocks(runner.model).without(parse_skip("layers", "a0,m1"))
         with runner.new_sequence() as cache:
             rows = [runner.forward([Feed(cache, TOKENS[:8], 8)])]
@@ -126,13 +123,10 @@ def test_the_share_of_weights_that_is_read() -> None:
     model = _runner().model
     blocks = ModelBlocks(model)
     assert blocks.without(()).share_read == 1.0
-    weights = sum(weight.nbytes for layer in model.model.layers for weight in _matrices(layer))
+    of_blocks = (block for layer in model.model.layers for block in (layer.self_attn, layer.mlp))
+    weights = sum(weight.nbytes for block in of_blocks for weight in block.parameters())
     output = model.lm_head.weight.nbytes
     assert blocks.without(blocks.all()).share_read == pytest.approx(output / (output + weights), abs=1e-3)
-
-
-def _matrices(layer: Any) -> list[Tensor]:
-    return [*layer.self_attn.parameters(), *layer.mlp.parameters()]
 
 
 def test_models_whose_blocks_cannot_be_left_out() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from specwire.config import cpu
@@ -19,9 +18,8 @@ from specwire.engine.cache.layer_cache import Scoring
 from specwire.engine.model import loading
 from specwire.engine.model.loading import describe, load_model, self_check
 from specwire.errors import ModelLoadError
+from tests.support import encoder_decoders
 from tests.support.tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -114,9 +112,7 @@ def test_weight_of_another_shape(llama_dir: Path) -> None:
 
 
 def test_encoder_decoder(tmp_path: Path) -> None:
-    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=97)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    _refused(tmp_path, "encoder-decoder")
+    _refused(encoder_decoders.save(tmp_path, "t5"), "encoder-decoder")
 
 
 def test_self_check_notices_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +146,9 @@ def test_self_check_notices_state_that_crosses_sequences(monkeypatch: pytest.Mon
 def test_self_check_notices_a_lost_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: forgetting the sliding window is caught, since the check exceeds it."""
     original = views.plan_reads
-
-    def wrong(segments: Any, window: int | None, *others: Any) -> views.ReadPlan:
-        return original(segments, None, *others)
-
-    monkeypatch.setattr(views, "plan_reads", wrong)
+    monkeypatch.setattr(
+        views, "plan_reads", lambda segments, _window, *others: original(segments, None, *others)
+    )
     with pytest.raises(ModelLoadError, match="self-check failed"):
         self_check(build("mistral"))
 

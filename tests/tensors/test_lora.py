@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specwire.engine.attention.paged import PackedBatch
+from specwire.engine.attention.paged import PackedBatch, register
 from specwire.engine.batch import Feed
 from specwire.engine.model import loading, lora
 from specwire.engine.model.fingerprint import adapter_fingerprint
@@ -19,6 +19,8 @@ from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.proposals.tree import TokenTree
 from specwire.rule.captured import EagerReplay
 from tests.support import adapters, tiny_models
+
+register()  # as `load_model` does
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 3, 4, 5]
 FAMILIES = ("llama", "gpt2", "qwen3_5", "gpt_oss")
@@ -50,14 +52,20 @@ def together(runner: ModelRunner, num: int, splits: tuple[int, ...] = (len(TOKEN
     return [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
+def assert_as_peft(
+    logits: Tensor, directory: Path | None, tokens: list[int], family: str = "llama", start: int = 0
+) -> None:
+    """Logits of the tokens from `start` on."""
+    expected = adapters.logits_of_peft(family, directory, tokens)[start:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_adapters_and_none_in_one_pass(tmp_path: Path, family: str) -> None:
     runner, directories = served(tmp_path, family)
     found = together(runner, len(directories), splits=(6, 7, 11))
     for directory, logits in zip(directories, found, strict=True):
-        torch.testing.assert_close(
-            logits, adapters.logits_of_peft(family, directory, TOKENS), rtol=1e-4, atol=1e-4
-        )
+        assert_as_peft(logits, directory, TOKENS, family)
     texts = {tuple(logits.argmax(-1).tolist()) for logits in found}
     assert len(texts) == len(directories), "they were meant to differ"
 
@@ -66,17 +74,15 @@ def test_a_padded_pass_is_one_that_is_not(tmp_path: Path) -> None:
     runner, directories = served(tmp_path, "llama", replay=EagerReplay())
     for _ in range(3):  # the second one is captured
         for directory, logits in zip(directories, together(runner, len(directories)), strict=True):
-            expected = adapters.logits_of_peft("llama", directory, TOKENS)
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert_as_peft(logits, directory, TOKENS)
 
 
 def test_batch_invariant(tmp_path: Path) -> None:
     """Bitwise the same alone, in pieces, and beside other adapters."""
     runner, directories = served(tmp_path, "llama", batch_invariant=True)
     runner.warm()
-    num = len(directories)
-    all_of_them = together(runner, num)
-    in_pieces = together(runner, num, splits=(3, 4, 11))
+    all_of_them = together(runner, len(directories))
+    in_pieces = together(runner, len(directories), splits=(3, 4, 11))
     for number, (logits, pieces) in enumerate(zip(all_of_them, in_pieces, strict=True)):
         with runner.new_sequence() as alone:
             alone.adapter = number
@@ -88,13 +94,11 @@ def test_batch_invariant(tmp_path: Path) -> None:
 def test_nodes_of_a_tree(tmp_path: Path) -> None:
     runner, directories = served(tmp_path, "llama")
     tree = TokenTree(start=4, parents=(-1, -1, 0))
-    nodes = [20, 30, 40]
     caches = sequences(runner, len(directories))
-    feeds = [Feed(cache, TOKENS[:4] + nodes, 3, tree) for cache in caches]
-    for directory, logits in zip(directories, runner.forward(feeds).chunk(len(caches)), strict=True):
-        for row, path in enumerate(([20], [30], [20, 40])):
-            expected = adapters.logits_of_peft("llama", directory, TOKENS[:4] + path)[-1]
-            torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
+    feeds = [Feed(cache, [*TOKENS[:4], 20, 30, 40], 3, tree) for cache in caches]
+    for directory, logits in zip(directories, runner.forward(feeds).split(3), strict=True):
+        for row, path in zip(logits.split(1), ([20], [30], [20, 40]), strict=True):
+            assert_as_peft(row, directory, TOKENS[:4] + path, start=-1)
 
 
 def test_a_fork_has_the_adapter_of_its_parent(tmp_path: Path) -> None:
@@ -103,9 +107,7 @@ def test_a_fork_has_the_adapter_of_its_parent(tmp_path: Path) -> None:
         parent.adapter = 2
         runner.forward([Feed(parent, TOKENS[:6])])
         with parent.fork() as fork:
-            logits = runner.forward([Feed(fork, TOKENS[6:], 5)])
-    expected = adapters.logits_of_peft("llama", directories[2], TOKENS)[6:]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert_as_peft(runner.forward([Feed(fork, TOKENS[6:], 5)]), directories[2], TOKENS, start=6)
 
 
 def test_a_pass_without_adapters_runs_the_layers_as_they_are(
@@ -191,8 +193,7 @@ class TestRefusals:
         ],
     )
     def test_of_the_tensors(self, tmp_path: Path, old: str, new: str, named: str) -> None:
-        everywhere = {"target_modules": ".*_proj"}
-        directory = adapters.rewrite(adapters.save_adapter(tmp_path / "a"), **everywhere)
+        directory = adapters.rewrite(adapters.save_adapter(tmp_path / "a"), target_modules=".*_proj")
         adapters.rename_tensors(directory, old, new)
         with pytest.raises(ModelLoadError, match=f"--lora-modules.*{named}"):
             loading.load_adapters(tiny_models.build("llama"), {"mine": directory})

@@ -16,35 +16,30 @@ from specwire.errors import InvalidRequestError
 from tests.support.languages import END_ID, REGEX, TEXTS, allowed
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Future[Any]:
+@pytest.fixture
+def matcher() -> GrammarMatcher:
     texts = [text.encode() or None for text in TEXTS]
     info = helper.tokenizer_info(helper.Vocabulary(texts, len(TEXTS), (END_ID,)))
-    found: Future[Any] = Future()
-    found.set_result(xgrammar.GrammarCompiler(info, max_threads=1).compile_regex(REGEX))
-    return found
+    compiled: Future[Any] = Future()
+    compiled.set_result(xgrammar.GrammarCompiler(info, max_threads=1).compile_regex(REGEX))
+    return GrammarMatcher(compiled, len(TEXTS), texts)
 
 
-def matcher(compiled: Future[Any]) -> GrammarMatcher:
-    return GrammarMatcher(compiled, len(TEXTS), [text.encode() or None for text in TEXTS])
-
-
-def test_masks_after_rollbacks(compiled: Future[Any]) -> None:
+def test_masks_after_rollbacks(matcher: GrammarMatcher) -> None:
     """Outputs that share some tokens with the one before, as after rounds that were judged or taken back."""
-    rng, moved, output = random.Random(0), matcher(compiled), list[int]()
+    rng, output = random.Random(0), list[int]()
     for _ in range(200):
         output = output[: rng.randint(0, len(output))]
         for _ in range(rng.randint(0, 4)):
             options = np.flatnonzero(allowed(output)[1:]) + 1
             if len(options):
                 output.append(int(rng.choice(options.tolist())))
-        found = np.unpackbits(moved.fill(list(output), (), ())[0], bitorder="little")[: len(TEXTS)]
+        found = np.unpackbits(matcher.fill(list(output), (), ())[0], bitorder="little")[: len(TEXTS)]
         assert found.astype(bool).tolist() == allowed(output).tolist(), output
 
 
-def test_what_no_token_can_follow(compiled: Future[Any]) -> None:
+def test_what_no_token_can_follow(matcher: GrammarMatcher) -> None:
     """After a draft token that is not allowed the mask is empty; an output with it is refused."""
-    made = matcher(compiled)
-    assert [bool(mask.any()) for mask in made.fill([], [1, 3], ())] == [True, True, False]
+    assert [bool(mask.any()) for mask in matcher.fill([], [1, 3], ())] == [True, True, False]
     with pytest.raises(InvalidRequestError, match="does not match the grammar"):
-        made.fill([1, 3], (), ())
+        matcher.fill([1, 3], (), ())

@@ -13,6 +13,7 @@ import random
 from array import array
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,8 +32,6 @@ from specwire.rule.captured import EagerReplay, Replay
 from tests.support.integrity import check_integrity
 from tests.support.tiny_models import VOCAB_SIZE, build
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Traced:
     """Records what a step does to tensors, and does that again."""
@@ -42,14 +41,15 @@ class Traced:
 
 
 @functools.cache
-def _model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def _model(family: str, dtype: torch.dtype) -> Any:
     return build(family).to(dtype)
 
 
-def _runner(family: str, replay: Replay | None, *, page_size: int = 4, **options: Any) -> ModelRunner:
-    model = _model(family, options.pop("dtype", torch.float32))
+def _runner(
+    family: str, replay: Replay | None, dtype: torch.dtype = torch.float32, page_size: int = 4, **options: Any
+) -> ModelRunner:
     options = {"num_pages": 512 // page_size} | options
-    return ModelRunner(model, page_size=page_size, replay=replay, **options)
+    return ModelRunner(_model(family, dtype), page_size=page_size, replay=replay, **options)
 
 
 class _Twins:
@@ -337,10 +337,13 @@ def _documented(  # noqa: PLR0917
     return output
 
 
-def _without_splits(*args: Any, **keywords: Any) -> Tensor:
-    if keywords.get("num_splits") is not None:
-        raise RuntimeError("num_splits requires FA3")
-    return _documented(*args, **keywords)
+def _without(keyword: str) -> Callable[..., Tensor]:
+    def kernel(*args: Any, **keywords: Any) -> Tensor:
+        if keywords.get(keyword) is not None:
+            raise RuntimeError(f"{keyword} requires FA3")
+        return _documented(*args, **keywords)
+
+    return kernel
 
 
 def _forgets_rows(*args: Any, **keywords: Any) -> Tensor:
@@ -349,20 +352,10 @@ def _forgets_rows(*args: Any, **keywords: Any) -> Tensor:
     return output
 
 
-def _without_pages(*args: Any, **keywords: Any) -> Tensor:
-    if keywords.get("block_table") is not None:
-        raise RuntimeError("page_table requires FA3")
-    return _documented(*args, **keywords)
-
-
 def _wrong_with_pages(*args: Any, **keywords: Any) -> Tensor:
     if keywords.get("block_table") is not None:
         keywords["seqused_k"] = (keywords["seqused_k"] - 1).clamp(min=1)
     return _documented(*args, **keywords)
-
-
-def _refuses(*_: Any, **__: Any) -> Tensor:
-    raise RuntimeError("no kernel image is available")
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
@@ -379,12 +372,13 @@ _UNSPLIT = ("num_splits", 1)
     ("kernel", "way"),
     [
         (_documented, varlen.Variant(True, (_GROUPS, _UNSPLIT))),
-        (_without_splits, varlen.Variant(True, (_GROUPS,))),
-        (_without_pages, varlen.Variant(False, (_GROUPS, _UNSPLIT))),
+        (_without("num_splits"), varlen.Variant(True, (_GROUPS,))),
+        (_without("block_table"), varlen.Variant(False, (_GROUPS, _UNSPLIT))),
         (_wrong_with_pages, varlen.Variant(False, (_GROUPS, _UNSPLIT))),
         (_forgets_rows, None),
-        (_refuses, None),
+        (Mock(side_effect=RuntimeError("no kernel image is available")), None),
     ],
+    ids=["as documented", "no splits", "no pages", "wrong with pages", "forgets rows", "none"],
 )
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_kernel_is_used_as_far_as_it_is_right(

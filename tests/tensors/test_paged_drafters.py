@@ -51,15 +51,13 @@ class Drafter(NamedTuple):
     target: Path
     load: Callable[[Any], Any]
     runner: Any
-    generator: type[Any]
+    generator: Any
     settings: dict[str, Any]
 
-    def model(self) -> Any:
-        """transformers' own."""
-        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32)
-        if isinstance(self.runner, MtpRunner):
-            mtp._name_layers(model, model.config.num_hidden_layers, model.config.num_mtp_layers)
-        return model
+    @classmethod
+    def of(cls, target: Path, make: Any, load: Any, generator: Any = None, **settings: Any) -> Drafter:
+        model = load_model(target, dtype="float32")
+        return cls(target, load, make(model, load(model), num_pages=160, page_size=4), generator, settings)
 
 
 def _drafted(runner: Any, cache: Any, token_id: int, num: int) -> list[int]:
@@ -81,38 +79,31 @@ def _logits(_: object, logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _drafter(name: str, directory: Path) -> Drafter:
-    """Layers of one of `MTP_FAMILIES`, a block drafter, or EAGLE-3."""
-    if name == "eagle3":
-        target, saved = save_target(directory / "target"), eagles.save_eagle3(directory / name)
-        model = load_model(target, dtype="float32")
-        runner = Eagle3Runner(model, eagle3.load(saved, model), num_pages=64, page_size=4)
-        return Drafter(target, partial(eagle3.load, saved), runner, type(None), {})
-    if name != "block":
-        target = mtp_targets.save_mtp_target(directory / "target", name, spread=0.6)
-        model = load_model(target, dtype="float32")
-        return Drafter(
-            target,
-            mtp.load,
-            MtpRunner(model, mtp.load(model), num_pages=64, page_size=4),
-            candidate_generator.MTPCandidateGenerator,
-            {"use_mtp": True},
-        )
-    target, saved = save_target(directory / "target"), blocks.save_block_drafter(directory / "drafter")
-    model = load_model(target, dtype="float32")
-    assistant = AutoModel.from_pretrained(saved, dtype=torch.float32)
-    return Drafter(
-        target,
-        partial(block.load, saved),
-        BlockRunner(model, block.load(saved, model), num_pages=160, page_size=4),
-        candidate_generator.DFlashTokenCandidateGenerator,
-        {"speculation_type": "dflash", "assistant_model": assistant},
-    )
-
-
 @pytest.fixture(scope="module", params=[*MTP_FAMILIES, "block", "eagle3"])
 def drafter(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
-    return _drafter(request.param, tmp_path_factory.mktemp("drafter"))
+    directory, generators = tmp_path_factory.mktemp("drafter"), candidate_generator
+    if request.param in MTP_FAMILIES:
+        target = mtp_targets.save_mtp_target(directory / "target", request.param, spread=0.6)
+        return Drafter.of(target, MtpRunner, mtp.load, generators.MTPCandidateGenerator, use_mtp=True)
+    target, saved = save_target(directory / "target"), directory / "drafter"
+    if request.param == "eagle3":
+        return Drafter.of(target, Eagle3Runner, partial(eagle3.load, eagles.save_eagle3(saved)))
+    load = partial(block.load, blocks.save_block_drafter(saved))
+    settings = {
+        "speculation_type": "dflash",
+        "assistant_model": AutoModel.from_pretrained(saved, dtype=torch.float32),
+    }
+    return Drafter.of(target, BlockRunner, load, generators.DFlashTokenCandidateGenerator, **settings)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return save_target(tmp_path / "target")
+
+
+@pytest.fixture
+def model(target: Path) -> Any:
+    return load_model(target, dtype="float32")
 
 
 of_transformers = pytest.mark.parametrize("drafter", [*MTP_FAMILIES, "block"], indirect=True)
@@ -124,7 +115,10 @@ blocks_alone = pytest.mark.parametrize("drafter", ["block"], indirect=True)
 @of_transformers
 def test_they_draft_what_transformers_does(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """All proposals of a whole generation with its own cache and its own rollbacks."""
-    model, runner = drafter.model(), drafter.runner
+    runner = drafter.runner
+    model = AutoModelForCausalLM.from_pretrained(drafter.target, dtype=torch.float32)
+    if isinstance(runner, MtpRunner):
+        mtp._name_layers(model, model.config.num_hidden_layers, model.config.num_mtp_layers)
     asked: list[tuple[list[int], list[int]]] = []
     propose = drafter.generator.get_candidates
 
@@ -250,25 +244,27 @@ def test_models_without_layers(family: str, problem: str, tmp_path: Path) -> Non
         (None, "'llama' is no block drafter"),
     ],
 )
-def test_block_drafters_of_other_targets(overrides: Any, problem: str, tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target")
+def test_block_drafters_of_other_targets(
+    overrides: Any, problem: str, target: Path, model: Any, tmp_path: Path
+) -> None:
     saved = target if overrides is None else blocks.save_block_drafter(tmp_path / "drafter", **overrides)
     with pytest.raises(ModelLoadError, match=problem):
-        block.load(saved, load_model(target, dtype="float32"))
+        block.load(saved, model)
 
 
-@pytest.mark.parametrize("layout", ["z-lab", "speculators", "from the anchor"])
+@pytest.mark.parametrize(
+    ("layout", "given"),
+    [("z-lab", {}), ("speculators", {}), ("speculators", {"sample_from_anchor": True})],
+    ids=["z-lab", "speculators", "from the anchor"],
+)
 def test_a_published_block_drafter_computes_what_a_straight_implementation_does(
-    layout: str, tmp_path: Path
+    layout: str, given: dict[str, Any], tmp_path: Path
 ) -> None:
     """After the target's tokens in chunks. speculators' has embeddings of its own, and logits of half of the
     target's tokens, from the place of the last token on if its config says so."""
     target = save_target(tmp_path / "target", num_hidden_layers=3)
-    ids: Any = slice(None) if layout == "z-lab" else [*blocks.DRAFTED]
-    given = {"sample_from_anchor": True} if layout == "from the anchor" else {}
-    saved = blocks.save_published(
-        tmp_path / "drafter", "z-lab" if layout == "z-lab" else "speculators", **given
-    )
+    drafted = () if layout == "z-lab" else blocks.DRAFTED
+    saved = blocks.save_published(tmp_path / "drafter", layout, **given)
     model = load_model(target, dtype="float32")
     runner = BlockRunner(model, block.load(saved, model), num_pages=64, page_size=4)
     with runner.new_sequence() as cache:
@@ -277,9 +273,9 @@ def test_a_published_block_drafter_computes_what_a_straight_implementation_does(
         assert runner.draft_shape is not None
         block_of_last = PROMPT[-1:] * runner.draft_shape.longest
         found = torch.cat([*chain_logits(runner, cache, block_of_last)])
-    tensors = blocks.published_tensors(target_ids=() if layout == "z-lab" else ids)
+    tensors = blocks.published_tensors(target_ids=drafted)
     expected = blocks.straight_logits(target, tensors, PROMPT, 7)[0 if given else 1 :]
-    torch.testing.assert_close(found[:, ids], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[:, drafted or slice(None)], expected, atol=1e-4, rtol=0)
     assert found.isfinite().sum() == expected.numel(), "no other token has a logit"
 
 
@@ -287,11 +283,7 @@ def test_a_published_block_drafter_computes_what_a_straight_implementation_does(
     ("layout", "overrides", "problem"),
     [
         ("z-lab", {"dflash_config": {"selector_rank": 8, "conv_kernel_size": None}}, "selector_rank is not"),
-        (
-            "z-lab",
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "sliding layers of a block draft",
-        ),
+        ("z-lab", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers of a block"),
         ("z-lab", {"attention_bias": True}, "attention_bias and is_causal are not supported"),
         ("z-lab", {"dflash_config": {"target_layer_ids": None}}, "its config has no target_layer_ids"),
         ("speculators", {"layers": {"layer_types": ["sliding_attention"] * 2}}, "sliding layers of a block"),
@@ -321,13 +313,12 @@ def test_published_block_drafters_that_are_refused(
 @pytest.mark.parametrize("layout", eagles.LAYOUTS)
 @pytest.mark.parametrize(("given", "layer"), [({}, {}), (eagles.NEWER, eagles.QWEN3)], ids=["plain", "newer"])
 def test_eagle3_computes_what_a_straight_implementation_does(
-    layout: str, given: Any, layer: Any, tmp_path: Path
+    layout: str, given: Any, layer: Any, target: Path, model: Any, tmp_path: Path
 ) -> None:
     """After the target's tokens in chunks, along each path of a tree that grows in two passes. Half of the
     target's tokens are in the draft's vocabulary."""
-    target, ids = save_target(tmp_path / "target"), [*range(1, VOCAB_SIZE, 2)]
+    ids = [*range(1, VOCAB_SIZE, 2)]
     saved = eagles.save_eagle3(tmp_path / "eagle3", layout, target_ids=ids, layer=layer, **given)
-    model = load_model(target, dtype="float32")
     runner = Eagle3Runner(model, eagle3.load(saved, model), num_pages=64, page_size=4)
     tensors, window = eagles.random_tensors(ids, 2, given, layer), layer.get("sliding_window", 99)
     expected = partial(eagles.straight_logits, target, tensors, given, window)
@@ -346,14 +337,9 @@ def test_eagle3_computes_what_a_straight_implementation_does(
         torch.testing.assert_close(found[rows][:, ids], expected([*PROMPT, *path], 3), atol=1e-4, rtol=0)
 
 
-def test_eagle3_is_trained_on_what_it_will_compute(tmp_path: Path) -> None:
+def test_eagle3_is_trained_on_what_it_will_compute(target: Path, model: Any, tmp_path: Path) -> None:
     """At each place of several windows, and in each step, what the engine computes for draft tokens there."""
-    target, saved = (
-        save_target(tmp_path / "target"),
-        eagles.save_eagle3(tmp_path / "eagle3", norm_output=True),
-    )
-    model = load_model(target, dtype="float32")
-    drafter = eagle3.load(saved, model)
+    drafter = eagle3.load(eagles.save_eagle3(tmp_path / "eagle3", norm_output=True), model)
     runner = Eagle3Runner(model, drafter, num_pages=64, page_size=4)
     windows = torch.tensor([PROMPT, PROMPT[::-1]])
     with torch.inference_mode():
@@ -386,8 +372,7 @@ def test_eagle3_is_trained_on_what_it_will_compute(tmp_path: Path) -> None:
         ({"tensors": {"more.weight": torch.ones(1)}}, "has more than is known of EAGLE-3: more.weight"),
     ],
 )
-def test_eagle3_of_other_targets(settings: Any, problem: str, tmp_path: Path) -> None:
-    model = load_model(save_target(tmp_path / "target"), dtype="float32")
+def test_eagle3_of_other_targets(settings: Any, problem: str, model: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=problem):
         eagle3.load(eagles.save_eagle3(tmp_path / "eagle3", **settings), model)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import re
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,9 +20,8 @@ from transformers import core_model_loading
 from specwire.engine import private
 from specwire.rpc import private as rpc_private
 from specwire.v1 import common_pb2
+from tests.support.imports import ROOT, sources
 
-ROOT = Path(__file__).parents[2]
-TORCH = f"specwire/engine/private.py uses it of torch, which is now {torch.__version__}"
 GRPC = f"specwire/rpc/private.py uses it of grpcio, which is now {grpc.__version__}"
 
 
@@ -37,24 +36,22 @@ def test_transformers_sets_weights_by_a_function_that_names_them() -> None:
 def test_torch_has_the_operators_that_pack_weights() -> None:
     missing = [name for name in private.MKLDNN_OPERATORS if not hasattr(torch.ops.mkldnn, name)]
     assert not torch.backends.mkldnn.is_available() or not missing, (
-        f"{TORCH}: {missing} of torch.ops.mkldnn are gone, so models run unpacked on CPUs, slower; "
+        f"specwire/engine/private.py uses {missing} of torch.ops.mkldnn, which torch {torch.__version__} has "
+        "not, so models run unpacked on CPUs, slower; "
         "see torch/_inductor/fx_passes/mkldnn_fusion.py for what the compiler packs weights with now"
     )
 
 
-@pytest.mark.skipif(
-    not private.can_pack_weights(torch.bfloat16), reason="this processor has no bfloat16 kernels"
-)
-def test_a_packed_product_is_the_plain_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    tokens, weight, bias = (
-        torch.randn(*shape, generator=generator).to(torch.bfloat16) for shape in ((4, 32), (48, 32), (48,))
-    )
-    with torch.inference_mode():
-        found = private.packed_linear(tokens, private.pack_weight(weight, 64), bias)
-        expected = torch.nn.functional.linear(tokens, weight, bias)
-    changed = f"{TORCH}: its arguments or results have changed; adapt pack_weight and packed_linear"
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, msg=changed)
+@contextlib.asynccontextmanager
+async def channel_to(method: str, handler: grpc.RpcMethodHandler) -> AsyncIterator[grpc.aio.Channel]:
+    """To a server that has this method of a service `test`."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {method: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
 
 
 def test_grpc_wakes_the_loop_through_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +69,9 @@ def test_grpc_wakes_the_loop_through_a_socket(monkeypatch: pytest.MonkeyPatch) -
         return request
 
     async def call_all() -> None:
-        server = grpc.aio.server()
-        handler = grpc.unary_unary_rpc_method_handler(echo)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Echo": handler}),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with channel_to("Echo", grpc.unary_unary_rpc_method_handler(echo)) as channel:
             method: Any = channel.unary_unary("/test/Echo")
             assert await asyncio.gather(*(method(b"x") for _ in range(num_calls))) == [b"x"] * num_calls
-        await server.stop(0)
 
     handle = rpc_private.handle_events
     monkeypatch.setattr(rpc_private, "handle_events", handle_events)
@@ -96,12 +87,8 @@ async def test_a_call_of_grpc_can_be_written_to_without_changing_its_status() ->
         yield await anext(requests)
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough")
 
-    server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(answer_once)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Answer": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with asyncio.timeout(10), channel_to("Answer", handler) as channel:
         call: Any = channel.stream_stream("/test/Answer")()
         await call.wait_for_connection()
         assert hasattr(getattr(call, "_cython_call", None), "send_serialized_message"), (
@@ -117,13 +104,12 @@ async def test_a_call_of_grpc_can_be_written_to_without_changing_its_status() ->
         await rpc_private.send(call, message)
         changed = f"{GRPC}: it changes the status of an ended call; adapt `send`"
         assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, changed
-    await server.stop(None)
 
 
 def test_private_apis_are_used_in_their_files_alone() -> None:
     private_use = re.compile(r"torch\.ops\.|_cython_call|\._parameters\b")
     allowed = {ROOT / "specwire/engine/private.py", ROOT / "specwire/rpc/private.py"}
     for folder in ("specwire", "coordinator", "draft_service", "tools", "verify_service"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sources(folder):
             found = [] if path in allowed else private_use.findall(path.read_text())
             assert not found, f"{path}: put what needs {found} into one of the private.py files"

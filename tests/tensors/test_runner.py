@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,9 +46,6 @@ NUM_TOKENS = 4 * WINDOW
 TOLERANCE = 1e-5
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def _runner(family: str, *, num_pages: int = 128, page_size: int = 4) -> ModelRunner:
     return ModelRunner(model_of(family), num_pages=num_pages, page_size=page_size)
 
@@ -62,10 +62,7 @@ def _tokens(num_tokens: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
 
 
-def _assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
-    assert actual.dtype == torch.float32
-    assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_device=False)
+_assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _assert_idle(runner: ModelRunner) -> None:
@@ -87,24 +84,20 @@ def test_random_chunks(family: str) -> None:
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_prefill_decode_and_verify_in_one_row(family: str) -> None:
+    """Tokens that are cached, run, and those of the latter whose logits are wanted."""
     runner = _runner(family)
-    lengths, chunks, wanted = [0, 0, 5, 17, 30, 31], [40, 3, 1, 6, 1, 4], [40, 0, 1, 6, 1, 2]
-    texts = [
-        _tokens(length + chunk, seed)
-        for seed, (length, chunk) in enumerate(zip(lengths, chunks, strict=True))
-    ]
-    caches = [runner.new_sequence() for _ in texts]
-    started = [Feed(c, t[:n], 0) for c, t, n in zip(caches, texts, lengths, strict=True) if n]
-    assert runner.forward(started).shape == (0, runner.vocab_size)
-    logits = runner.forward(
-        [Feed(c, t[n:], r) for c, t, n, r in zip(caches, texts, lengths, wanted, strict=True)]
-    )
-    expected = [
-        _reference(family, text)[len(text) - rows :] for text, rows in zip(texts, wanted, strict=True)
-    ]
-    _assert_close(logits, torch.cat(expected))
-    for cache in caches:
-        cache.release()
+    begun, feeds, expected = [], [], []
+    sizes = [(0, 40, 40), (0, 3, 0), (5, 1, 1), (17, 6, 6), (30, 1, 1), (31, 4, 2)]
+    for seed, (num_cached, num_run, num_rows) in enumerate(sizes):
+        cache, text = runner.new_sequence(), _tokens(num_cached + num_run, seed)
+        if num_cached:
+            begun.append(Feed(cache, text[:num_cached], 0))
+        feeds.append(Feed(cache, text[num_cached:], num_rows))
+        expected.append(_reference(family, text)[len(text) - num_rows :])
+    assert runner.forward(begun).shape == (0, runner.vocab_size)
+    _assert_close(runner.forward(feeds), torch.cat(expected))
+    for feed in feeds:
+        feed.cache.release()
     _assert_idle(runner)
 
 
@@ -158,7 +151,8 @@ class _History:
             tokens.extend(feed.token_ids)
             if feed.num_rows:  # a state sums up the text, in other pieces than from scratch
                 tolerance = 10 * TOLERANCE if self.runner.pool.keeps_states else TOLERANCE
-                _assert_close(actual, _reference(self.family, tokens)[-feed.num_rows :], tolerance)
+                expected = _reference(self.family, tokens)[-feed.num_rows :]
+                _assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.sample(5)
@@ -185,10 +179,8 @@ def _scattered(runner: ModelRunner, token_ids: list[int]) -> SequenceCache:
 def test_scattered_pages(family: str) -> None:
     runner, tokens = _runner(family, num_pages=32), _tokens(34)
     cache = _scattered(runner, tokens[:24])
-    rows = [
-        runner.forward([Feed(cache, tokens[start:end], end - start)]) for start, end in [(24, 29), (29, 30)]
-    ]
-    rows.append(runner.forward([Feed(cache, tokens[30:], 4)]))
+    chunks = [tokens[start:end] for start, end in pairwise((24, 29, 30, 34))]
+    rows = [runner.forward([Feed(cache, chunk, len(chunk))]) for chunk in chunks]
     _assert_close(torch.cat(rows), _reference(family, tokens)[24:])
 
 
@@ -283,11 +275,7 @@ def test_a_failing_model_leaves_the_caches_as_they_were(monkeypatch: pytest.Monk
     runner = _runner("llama")
     cache = runner.new_sequence()
     runner.forward([Feed(cache, _tokens(6), 0)])
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(runner, "model", fail)
+    monkeypatch.setattr(runner, "model", Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         runner.forward([Feed(cache, _tokens(20), 1)])
     assert cache.length == 6
@@ -325,14 +313,10 @@ def test_models_without_the_interface_are_refused(family: str) -> None:
 def test_unknown_attention_keywords_are_refused() -> None:
     query = torch.zeros(1, 2, 1, 8)
     probe: Any = object()
-    for keywords in (
-        {"position_bias": torch.zeros(1)},
-        {"alibi": torch.zeros(1)},
-        {"is_causal": False},
-        {"dropout": 0.1},
-    ):
-        with attention.running(probe), pytest.raises(UnsupportedError, match=next(iter(keywords))):
-            attention.paged_attention(torch.nn.Identity(), query, query, query, None, **keywords)
+    unknown: dict[str, Any] = {"position_bias": query, "alibi": query, "is_causal": False, "dropout": 0.1}
+    for name, value in unknown.items():
+        with attention.running(probe), pytest.raises(UnsupportedError, match=name):
+            attention.paged_attention(torch.nn.Identity(), query, query, query, None, **{name: value})
     with attention.running(probe), pytest.raises(UnsupportedError, match="mask"):
         attention.paged_attention(torch.nn.Identity(), query, query, query, torch.zeros(1))
     with pytest.raises(UnsupportedError, match="inside the engine"):

@@ -1,4 +1,4 @@
-"""Processors and warps against transformers' own classes; draws, supports and their edges."""
+"""Warps against transformers' own classes; processors, draws, supports and their edges."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.generation import logits_process as hf
 
 from specwire.core import Proposal, Rule, SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
@@ -17,20 +16,13 @@ from specwire.rule import rows, sampling
 from specwire.rule.columns import Row, Rows
 from specwire.rule.random import Purpose, uniforms
 from specwire.rule.rows import uniforms_for
-from specwire.rule.sampling import (
-    draw,
-    judge_support,
-    truncate_support,
-)
+from specwire.rule.sampling import draw, judge_support, truncate_support
 from specwire.support import certain
 from tests.support.parameters import EACH_WARP, warped
 from verify_service.verifier import VerifyDecider, VerifyJob
 
 VOCAB = 200
 ALMOST_ONE = 1 - 2.0**-53
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -55,8 +47,9 @@ def doubles(*values: float) -> torch.Tensor:
 
 def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """One row through the classes that `generate` would build, in its order."""
-    logits = warped(logits, SamplingParams(temperature=params.temperature) if params.greedy else params)
-    return logits if params.greedy else torch.log_softmax(logits, dim=-1)
+    if params.greedy:
+        return warped(logits, SamplingParams(temperature=params.temperature))
+    return torch.log_softmax(warped(logits, params), dim=-1)
 
 
 WARPS: list[dict[str, Any]] = [
@@ -68,9 +61,7 @@ WARPS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_k": 7},
     {"top_k": VOCAB + 5},
-    {"top_p": 0.9},
     {"top_p": 0.01},
-    {"min_p": 0.05},
     {"min_p": 1.0},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
     {"temperature": 1.5, "top_p": 0.5, "min_p": 0.1},
@@ -156,20 +147,6 @@ def test_half_precision_and_excluded_tokens_pass_through() -> None:
     assert not log_probs.isnan().any()
 
 
-def test_history_features_equal_transformers() -> None:
-    history = [3, 7, 7, 1, 150, 3]
-    logits = random_logits(1)
-    repeated = apply_history(logits, [row(history, 2, repetition_penalty=1.4)])
-    by_transformers = hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([history]), logits)
-    torch.testing.assert_close(repeated, by_transformers)
-    bias = {3: 2.5, 199: -100.0, 0: 1.0}
-    biased = apply_history(logits, [row(logit_bias=bias)])
-    by_transformers = hf.SequenceBiasLogitsProcessor({(k,): v for k, v in bias.items()})(
-        torch.tensor([history]), logits
-    )
-    torch.testing.assert_close(biased, by_transformers)
-
-
 def test_history_features_combine_in_order_and_by_row() -> None:
     rng = np.random.default_rng(0)
     settings: list[dict[str, Any]] = [
@@ -246,8 +223,7 @@ def test_draw_survives_a_sum_that_is_not_monotone(monkeypatch: pytest.MonkeyPatc
 def test_truncation_keeps_the_smallest_set_that_holds_the_mass() -> None:
     probs = torch.tensor([[0.05, 0.4, 0.3, 0.15, 0.1], [1.0, 0, 0, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]])
     token_ids, kept, lengths = truncate_support(probs, mass=0.8, max_support=4)
-    assert lengths.tolist()[:2] == [3, 1]
-    assert lengths[2] == 4
+    assert lengths.tolist() == [3, 1, 4]
     assert token_ids[0].tolist() == [1, 2, 3, 4]
     assert token_ids[1, 0] == 0
     torch.testing.assert_close(kept[0], torch.tensor([0.4, 0.3, 0.15, 0.0]) / 0.85)
@@ -320,21 +296,14 @@ def test_top_logprobs() -> None:
     expected = torch.log_softmax(logits, dim=-1)
     token_ids = [np.array(each) for each in ([4], [0, VOCAB], [199, 7])]
     found = rows.position_logprobs(logits, token_ids, 5)
-    assert [np.isneginf(each.values[:-5]).tolist() for each in found] == [
-        [False],
-        [False, True],
-        [False, False],
-    ]
-    assert found[2].values[:2].tolist() == pytest.approx(expected[2, [199, 7]].tolist())
-    for row_expected, each in zip(expected, found, strict=True):
-        assert each.values[-5:].tolist() == pytest.approx(
-            row_expected.sort(descending=True).values[:5].tolist()
-        )
-        assert each.values[-5:].tolist() == pytest.approx(row_expected[each.token_ids[-5:]].tolist())
+    beyond = torch.full((1,), -torch.inf)
+    for log_probs, asked, each in zip(expected, token_ids, found, strict=True):
+        ids = [*asked.tolist(), *log_probs.argsort(descending=True)[:5].tolist()]
+        assert each.token_ids.tolist() == ids
+        assert each.values.tolist() == pytest.approx(torch.cat([log_probs, beyond])[ids].tolist())
     none = rows.position_logprobs(logits, token_ids, 0)
-    assert [(each.num_top, each.token_ids.tolist()) for each in none] == [
-        (0, ids.tolist()) for ids in token_ids
-    ]
+    assert all(each.num_top == 0 for each in none)
+    assert [each.token_ids.tolist() for each in none] == [asked.tolist() for asked in token_ids]
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.KSEQ])

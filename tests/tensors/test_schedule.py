@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from benchmarks.simulation.devices import LogitsDecider
@@ -17,6 +17,7 @@ from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.thread import ComputeThread
+from tests.support.fixtures import entered
 from tests.support.harness import LoopThread, local_stack
 from tests.support.jobs import result_of
 from verify_service.verifier import VerifyJob
@@ -58,11 +59,7 @@ class CountingEngine:
         self.thread.close()
 
 
-@pytest.fixture
-def counting() -> Iterator[CountingEngine]:
-    made = CountingEngine()
-    yield made
-    made.close()
+counting = entered(lambda: closing(CountingEngine()), scope="function")
 
 
 def test_running_streams_do_not_wait_for_a_long_prompt(counting: CountingEngine) -> None:
@@ -88,20 +85,12 @@ def test_running_streams_do_not_wait_for_a_long_prompt(counting: CountingEngine)
 
 def test_a_prompt_without_company_takes_whole_steps(counting: CountingEngine) -> None:
     prompt = counting.engine.open(PARAMS, 1000)
-
-    async def run() -> None:
-        await result_of(counting.engine, VerifyJob(prompt, 0, [2] * 1000))
-
-    counting.thread.run(run())
+    counting.thread.run(result_of(counting.engine, VerifyJob(prompt, 0, [2] * 1000)))
     assert [sum(step) for step in counting.steps] == [400, 400, 200]
 
 
 def test_the_oldest_sequence_gets_on_whatever_the_others_do() -> None:
     """Its prompt needs the memory of all others, who keep coming back with rounds."""
-    made = CountingEngine(num_pages=20)
-    engine = made.engine
-    prompt = engine.open(PARAMS, 300)
-    readers = [engine.open(PARAMS, 5) for _ in range(4)]
 
     async def read(reader: TokenSequence, long: asyncio.Task[Any]) -> None:
         length = 5
@@ -113,9 +102,12 @@ def test_the_oldest_sequence_gets_on_whatever_the_others_do() -> None:
         long = asyncio.create_task(result_of(engine, VerifyJob(prompt, 0, [2] * 300)))
         await asyncio.gather(*(read(reader, long) for reader in readers))
 
-    made.thread.run(all_of_them(), timeout_s=20)
-    assert engine.status().num_preemptions > 0
-    made.close()
+    with closing(CountingEngine(num_pages=20)) as made:
+        engine = made.engine
+        prompt = engine.open(PARAMS, 300)
+        readers = [engine.open(PARAMS, 5) for _ in range(4)]
+        made.thread.run(all_of_them(), timeout_s=20)
+        assert engine.status().num_preemptions > 0
 
 
 def test_an_answer_may_come_before_anyone_waits_for_it(counting: CountingEngine) -> None:

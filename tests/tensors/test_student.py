@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +11,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from draft_service.grades import Grade
 from draft_service.lessons import Window
 from draft_service.student import WINDOWS_PER_STEP, Student
 from specwire.engine.batch import Feed
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from tests.support import tiny_models
-
-RATE = 0.01
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +27,14 @@ def inference_mode() -> Iterator[None]:
         yield
 
 
-def runner(family: str = "llama", **overrides: Any) -> ModelRunner:
-    with torch.inference_mode(mode=False):
-        return ModelRunner(tiny_models.build(family, **overrides), num_pages=32)
+@torch.inference_mode(mode=False)
+def runner(family: str = "llama", dtype: torch.dtype = torch.float32) -> ModelRunner:
+    return ModelRunner(tiny_models.build(family).to(dtype), num_pages=32)
 
 
-def student_of(served: ModelRunner, rate: float = RATE) -> Student:
-    with torch.inference_mode(mode=False):
-        return Student(served.model, rate)
+@torch.inference_mode(mode=False)
+def student_of(served: ModelRunner, rate: float = 0.01) -> Student:
+    return Student(served.model, rate)
 
 
 def window(temperature: float = 1.0, start: int = 0) -> Window:
@@ -56,6 +54,12 @@ def study(student: Student, num_steps: int, temperature: float = 1.0) -> None:
             assert student.step()
 
 
+def graded(student: Student, temperature: float = 1.0, start: int = 0) -> Grade:
+    found = student.study(window(temperature, start), is_graded=True)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_served_weights_change_in_publish_alone(family: str, temperature: float) -> None:
@@ -65,13 +69,11 @@ def test_served_weights_change_in_publish_alone(family: str, temperature: float)
     places = [weight.data_ptr() for weight in served.model.parameters()]
     study(student, 12, temperature)
     assert torch.equal(logits(served), before)
-    grade = student.study(window(temperature), is_graded=True)
-    assert grade is not None
+    grade = graded(student, temperature)
     assert grade.gain > 0.2 * grade.num_labels
     student.publish()
     assert [weight.data_ptr() for weight in served.model.parameters()] == places
-    after = student.study(window(temperature), is_graded=True)
-    assert after is not None
+    after = graded(student, temperature)
     assert after.agreement > grade.agreement + 0.2 * grade.num_labels
     assert after.gain == pytest.approx(0, abs=1e-3)
     hits = logits(served)[:-1].argmax(dim=-1).tolist() == window().token_ids[-23:].tolist()
@@ -79,20 +81,16 @@ def test_served_weights_change_in_publish_alone(family: str, temperature: float)
 
 
 def test_the_tests_probabilities_are_those_that_the_engine_computes() -> None:
-    """At the positions of the window, by transformers' own attention."""
-    served = runner("gpt2")
+    """By transformers' own attention; a window that begins later can be graded too."""
+    served, token_ids = runner("gpt2"), window().token_ids
     student = student_of(served)
-    for start in (0, 40):
-        taken = window(0.6, start)
-        grade = student.study(taken, is_graded=True)
-        assert grade is not None
-        with served.new_sequence() as cache:
-            if start:
-                continue  # the engine's positions begin at 0
-            rows = served.forward([Feed(cache, taken.token_ids[:-1], 24)])
-        probs = (rows / 0.6).softmax(dim=-1).gather(1, torch.from_numpy(taken.token_ids[-24:])[:, None])
-        assert grade.agreement == pytest.approx(float(probs.sum()), abs=1e-3)
-        assert grade.gain == pytest.approx(0, abs=1e-3)
+    grade = graded(student, 0.6)
+    with served.new_sequence() as cache:
+        rows = served.forward([Feed(cache, token_ids[:-1], 24)])
+    probs = (rows / 0.6).softmax(dim=-1).gather(1, torch.from_numpy(token_ids[-24:])[:, None])
+    assert grade.agreement == pytest.approx(float(probs.sum()), abs=1e-3)
+    assert grade.gain == pytest.approx(0, abs=1e-3)
+    assert graded(student, 0.6, start=40)
 
 
 def test_going_back() -> None:
@@ -101,9 +99,7 @@ def test_going_back() -> None:
     study(student, 8)
     student.study(window(), is_graded=False)
     student.go_back()
-    grade = student.study(window(), is_graded=True)
-    assert grade is not None
-    assert grade.gain == pytest.approx(0, abs=1e-3)
+    assert graded(student).gain == pytest.approx(0, abs=1e-3)
     assert not student.is_step_due
 
 
@@ -121,8 +117,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def test_half_precision_is_served_from_full_precision_learning() -> None:
     """Steps that are smaller than bfloat16 can tell add up."""
-    with torch.inference_mode(mode=False):
-        served = ModelRunner(tiny_models.build("llama").to(torch.bfloat16), num_pages=32)
+    served = runner(dtype=torch.bfloat16)
     student, before = student_of(served, 1e-4), logits(served)
     study(student, 30)
     student.publish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,8 +41,6 @@ from tests.support.tiny_models import (
     reference_model,
 )
 from tests.tensors.test_padded import Traced
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PREFIX_LEN = WINDOW + 7
 TOLERANCE = 2e-5
@@ -91,8 +90,7 @@ def _expected(family: str, drawn: Drawn) -> Tensor:
     return torch.stack([rows[node] for node in sorted(rows)])
 
 
-def _assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+_assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _runner(family: str, **options: Any) -> ModelRunner:
@@ -146,15 +144,12 @@ def test_over_scattered_pages(family: str) -> None:
 @pytest.mark.parametrize("family", _KINDS_OF_ATTENTION)
 def test_a_word_that_is_wrong_gives_other_logits(family: str) -> None:
     """The negative control: one node follows its parent's sibling instead."""
-    runner, drawn = _runner(family), Drawn.of(8, seed=0)
-    parents = (-1, -1, 0, 1, 0, 3, 2, 2)
-    right, wrong = (
-        Drawn(drawn.token_ids, TokenTree(PREFIX_LEN, changed))
-        for changed in (parents, (*parents[:4], 1, *parents[5:]))
-    )
+    runner = _runner(family)
+    right, wrong = (TokenTree(PREFIX_LEN, (-1, -1, 0, 1, parent, 3, 2, 2)) for parent in (0, 1))
+    drawn = Drawn(Drawn.of(8, seed=0).token_ids, right)
     with runner.new_sequence() as cache:
-        found = runner.forward([_feed(cache, right, tree=wrong.tree)])
-    expected = _expected(family, right)
+        found = runner.forward([_feed(cache, drawn, tree=wrong)])
+    expected = _expected(family, drawn)
     others = [row for row in range(9) if row != 5]
     _assert_close(found[others], expected[others])
     assert (found[5] - expected[5]).abs().max() > 100 * TOLERANCE
@@ -211,24 +206,24 @@ def test_the_paged_kernel_never_sees_a_tree(monkeypatch: pytest.MonkeyPatch) -> 
 # --- rollback ---------------------------------------------------------------------------------------------
 
 
-class _Rounds:
-    """Rounds of one sequence with a tree each, as a service runs them."""
+def _sequence(
+    runner: ModelRunner, token_ids: list[int], tree: TokenTree | None, number: int = 0
+) -> TokenSequence:
+    """As a service has it."""
+    return TokenSequence(SamplingParams(seed=1), 1, runner.new_sequence(), number, list(token_ids), tree)
 
-    def __init__(self, runner: ModelRunner, drawn: Drawn) -> None:
-        self.runner = runner
-        self.sequence = TokenSequence(SamplingParams(seed=1), 1, runner.new_sequence(), 0)
-        self.propose(drawn)
-        self.verify()
 
-    def propose(self, drawn: Drawn) -> None:
-        self.sequence.tokens, self.sequence.tree = list(drawn.token_ids), drawn.tree
+def _verify(runner: ModelRunner, sequence: TokenSequence) -> tuple[int, Tensor]:
+    """Run what the cache lacks; the number of these tokens, and the logits after the last one."""
+    pending = sequence.tokens[sequence.cache.length :]
+    return len(pending), runner.forward([Feed(sequence.cache, pending, 1, sequence.tree)])
 
-    def verify(self) -> tuple[int, Tensor]:
-        """Run what the cache lacks; the number of these tokens, and the logits after the last one."""
-        sequence = self.sequence
-        pending = sequence.tokens[sequence.cache.length :]
-        feed = Feed(sequence.cache, pending, 1, sequence.tree)
-        return len(pending), self.runner.forward([feed])
+
+def _verified(runner: ModelRunner, drawn: Drawn) -> TokenSequence:
+    """A sequence whose tree was run."""
+    sequence = _sequence(runner, *drawn)
+    _verify(runner, sequence)
+    return sequence
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -236,11 +231,10 @@ def test_accepted_nodes_are_not_run_again(family: str) -> None:
     """Along every path, with a token that the tree has not: one token is run, and its logits are right."""
     runner, drawn = _runner(family), Drawn.of(20, seed=5)
     for leaf in drawn.leaves[::3]:
-        rounds, committed = _Rounds(runner, drawn), [*drawn.path(leaf), 2]
-        sequence = rounds.sequence
+        sequence, committed = _verified(runner, drawn), [*drawn.path(leaf), 2]
         sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
         assert (sequence.tokens, sequence.tree) == (committed, None)
-        num_run, logits = rounds.verify()
+        num_run, logits = _verify(runner, sequence)
         assert num_run == 1
         _assert_close(logits, _alone(family, [committed])[0][-1:])
         check_integrity(runner.pool)
@@ -263,12 +257,11 @@ def test_what_is_run_again() -> None:
         ([*path[: start - 2], 2], None, False, 1),
         ([*path, 2], None, True, None),
     ):
-        rounds = _Rounds(runner, drawn)
-        sequence = rounds.sequence
+        sequence = _verified(runner, drawn)
         sequence.cache.truncate(num_computed or sequence.cache.length)
         fork = sequence.cache.fork() if shared else None
         sequence.rebase(start - 4, committed[start - 4 :])
-        num_run, logits = rounds.verify()
+        num_run, logits = _verify(runner, sequence)
         _assert_close(logits, _alone("llama", [committed])[0][-1:])
         assert num_wanted in (None, num_run)
         if shared:
@@ -282,11 +275,11 @@ def test_what_is_run_again() -> None:
 def test_moves_outlive_failed_passes_and_the_owner_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next pass of another sequence does them, even if an earlier one found no room, or failed."""
     runner, drawn = _runner("llama", num_pages=24), Drawn.of(20, seed=5)
-    rounds, committed = _Rounds(runner, drawn), [*drawn.path(drawn.leaves[-1]), 2]
-    doomed = _Rounds(runner, drawn)
-    rounds.sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
-    doomed.sequence.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
-    doomed.sequence.cache.release()
+    sequence, doomed = _verified(runner, drawn), _verified(runner, drawn)
+    committed = [*drawn.path(drawn.leaves[-1]), 2]
+    for each in (sequence, doomed):
+        each.rebase(PREFIX_LEN, committed[PREFIX_LEN:])
+    doomed.cache.release()
     with runner.new_sequence() as other:
         with pytest.raises(Exception, match="full"):
             runner.forward([Feed(other, [5] * 200, 0)])
@@ -297,7 +290,7 @@ def test_moves_outlive_failed_passes_and_the_owner_of_the_pages(monkeypatch: pyt
         text = [5, 6, 7] * 13
         found = runner.forward([Feed(other, text, 1)])  # over pages that the released sequence had
         _assert_close(found, _alone("llama", [text])[0][-1:])
-    num_run, logits = rounds.verify()
+    num_run, logits = _verify(runner, sequence)
     assert num_run == 1
     _assert_close(logits, _alone("llama", [committed])[0][-1:])
 
@@ -315,8 +308,7 @@ class _Steps:
 
     def run(self, token_ids: list[int], tree: TokenTree | None = None) -> TokenSequence:
         """Open a sequence with these tokens, and run them."""
-        cache = self.runner.new_sequence()
-        sequence = TokenSequence(SamplingParams(seed=1), 1, cache, len(self.sequences), list(token_ids), tree)
+        sequence = _sequence(self.runner, token_ids, tree, len(self.sequences))
         self.sequences.append(sequence)
         self.found = self.go_on(sequence)
         return sequence
@@ -392,12 +384,11 @@ def test_a_batch_is_split_in_the_middle_of_a_tree(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_emulated_device_emits_at_a_nodes_own_position() -> None:
-    model = EmulatedModel(step_ms=0.0)
-    runner, drawn = EmulatedRunner(model, num_pages=16, page_size=16), Drawn.of(20, seed=1)
+    runner = EmulatedRunner(EmulatedModel(step_ms=0.0), num_pages=16, page_size=16)
+    drawn = Drawn.of(20, seed=1)
     with runner.new_sequence() as cache, runner.new_sequence() as alone:
         found = runner.forward([_feed(cache, drawn)])
         for node in (-1, *drawn.leaves):
-            path = drawn.path(node)
-            expected = runner.forward([Feed(alone, path, 1)])
+            expected = runner.forward([Feed(alone, drawn.path(node), 1)])
             assert torch.equal(found[node + 1], expected[0])
             alone.truncate(0)

@@ -1,0 +1,10 @@
+"""Torch computes on one thread in all of these tests."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread(one_thread: None) -> None:
+    pass
