@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.generation import logits_process as hf
 
 from specwire.core import Proposal, Rule, SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
@@ -145,6 +146,20 @@ def test_half_precision_and_excluded_tokens_pass_through() -> None:
     assert log_probs.dtype == torch.float32
     assert torch.isneginf(log_probs[:, 5]).all()
     assert not log_probs.isnan().any()
+
+
+def test_history_features_equal_transformers() -> None:
+    history = [3, 7, 7, 1, 150, 3]
+    logits = random_logits(1)
+    repeated = apply_history(logits, [row(history, 2, repetition_penalty=1.4)])
+    by_transformers = hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([history]), logits)
+    torch.testing.assert_close(repeated, by_transformers)
+    bias = {3: 2.5, 199: -100.0, 0: 1.0}
+    biased = apply_history(logits, [row(logit_bias=bias)])
+    by_transformers = hf.SequenceBiasLogitsProcessor({(k,): v for k, v in bias.items()})(
+        torch.tensor([history]), logits
+    )
+    torch.testing.assert_close(biased, by_transformers)
 
 
 def test_history_features_combine_in_order_and_by_row() -> None:
