@@ -152,8 +152,8 @@ def test_a_draft_that_is_cut_down_and_shifted(tmp_path: Path, logits: torch.Tens
     [
         ("ngram", False, "3", CASES[0].values[0]),
         pytest.param("ngram", False, "auto", {}, marks=pytest.mark.slow),
-        ("ngram", True, "auto", CASES[0].values[0]),
-        pytest.param("ngram", True, "2", {"temperature": 1.4}, marks=pytest.mark.slow),
+        ("ngram", True, "2", CASES[0].values[0]),
+        pytest.param("ngram", True, "auto", {"temperature": 1.4}, marks=pytest.mark.slow),
         ("suffix", False, "3", CASES[0].values[0]),
         pytest.param("bigram", False, "3", CASES[0].values[0], marks=pytest.mark.slow),
     ],
@@ -179,7 +179,8 @@ def test_a_draft_from_text(
         for _ in range(1 if method == "ngram" else 2):
             completions = sampled(stack.address, SamplingParams(**params), range(NUM_STREAMS), PROMPT)
     by_source = [counts for done in completions for counts in done.speculation.by_source]
-    assert len({counts.source for counts in by_source}) == 1 + has_model
+    if num_draft_tokens != "auto":  # which may find that the model does not pay, on a busy machine
+        assert len({counts.source for counts in by_source}) == 1 + has_model
     drafted = sum(counts.num_draft_tokens for counts in by_source if counts.source == method)
     accepted = sum(counts.num_accepted_tokens for counts in by_source if counts.source == method)
     assert 0.02 * drafted < accepted < 0.9 * drafted
