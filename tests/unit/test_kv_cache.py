@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -221,7 +222,11 @@ def _random_operation(
     sequence, tokens = live[index]
     if action == "append":
         new = [step * 100 + i for i in range(rng.randint(0, 9))]
-        _append(sequence, tokens, new, memory)
+        with contextlib.suppress(ResourceExhaustedError):
+            slots = appended(sequence, len(new))
+            do_copies(pool, memory)
+            memory.update(zip(slots.tolist(), new, strict=True))
+            tokens.extend(new)
     elif action == "truncate":
         length = rng.randint(0, sequence.length)
         sequence.truncate(length)
@@ -237,16 +242,6 @@ def _random_operation(
     else:
         sequence.release()
         live.pop(index)
-
-
-def _append(sequence: SequenceCache, tokens: list[int], new: list[int], memory: dict[int, int]) -> None:
-    try:
-        slots = appended(sequence, len(new))
-    except ResourceExhaustedError:
-        return
-    do_copies(sequence.pool, memory)
-    memory.update(zip(slots.tolist(), new, strict=True))
-    tokens.extend(new)
 
 
 def test_integrity_names_a_lost_reference() -> None:
