@@ -69,12 +69,6 @@ class TestAhead:
         assert list(found.token_ids) == [8, 9, 5]
         assert (found.proposal.base_len, list(found.proposal.token_ids)) == (6, [20, 21])
 
-    def test_of_several_the_last_is(self, own: Ahead) -> None:
-        own.add(ahead(1, [8, 9, 5], 20))
-        own.add(ahead(2, [8], 9, 5, 20, 21))
-        found = following(own, self.PROPOSAL, self.VERDICT)
-        assert (found.continuation.ahead_id, list(found.proposal.token_ids)) == (1, [20])
-
     def test_it_goes_on_again_and_again(self, own: Ahead) -> None:
         own.add(ahead(1, [8, 9, 5], 20))
         own.add(ahead(2, [8, 9, 5, 20, 6], 30, 31))
@@ -182,14 +176,6 @@ def answered(*answers: VerifyAnswer) -> verify_pb2.VerifyResponse:
     return verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
 
 
-def assert_same(one: Proposal, other: Proposal) -> None:
-    assert (one.base_len, list(one.token_ids)) == (other.base_len, list(other.token_ids))
-    assert list(one.parents) == list(other.parents)
-    for ours, theirs in zip(one.supports, other.supports, strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-        np.testing.assert_array_equal(ours.probs, theirs.probs)
-
-
 class TestColumns:
     """A round trip changes nothing: the rule comes to the same on both sides."""
 
@@ -203,7 +189,12 @@ class TestColumns:
         found = wire.ahead_from_proto(received(*orders).ahead, VOCAB_SIZE)
         for one, other in zip(found, orders, strict=True):
             assert one[:3] == other[:3]
-            assert_same(one.proposal, other.proposal)
+            ours, theirs = one.proposal, other.proposal
+            assert (ours.base_len, ours.token_ids) == (theirs.base_len, theirs.token_ids)
+            assert list(ours.parents) == list(theirs.parents)
+            for our, their in zip(ours.supports, theirs.supports, strict=True):
+                np.testing.assert_array_equal(our.token_ids, their.token_ids)
+                np.testing.assert_array_equal(our.probs, their.probs)
 
     def test_their_size_does_not_depend_on_their_tokens(self) -> None:
         """Or the moment of their arrival would, and with it which of them is judged."""

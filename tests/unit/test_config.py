@@ -112,15 +112,13 @@ class TestSources:
             (UpConfig, "target"): {"draft": "none"},
             (ProxyConfig, "jitter_ms"): {"rtt_ms": 2.0},
             (DraftConfig, "learn_out"): {"learn": True},
-            **{(one, "ray_address"): {"tensor_parallel_size": 2} for one in (DraftConfig, VerifyConfig)},
-            (UpConfig, "ray_address"): {"tensor_parallel_size": 2},
             **{
-                (kind, name): dict.fromkeys(others, __file__)
-                for kind in ALL_CONFIGS
-                for name, others in GO_TOGETHER.items()
+                (one, "ray_address"): {"tensor_parallel_size": 2}
+                for one in (DraftConfig, VerifyConfig, UpConfig)
             },
         }
-        extra = needed.get((kind, field.name), {})
+        files = dict.fromkeys(GO_TOGETHER.get(field.name, ()), __file__)
+        extra = needed.get((kind, field.name), files)
         if kind is ServeConfig and field.name != "target":
             extra = {"target": "embedded"} | needed.get((UpConfig, field.name), extra)
         expected = kind(**extra | {field.name: value})

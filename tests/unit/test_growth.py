@@ -34,8 +34,8 @@ class TestGrowth:
     )
     @pytest.mark.parametrize("seed", range(5))
     def test_a_proposal_is_a_tree_of_the_best_nodes(self, num_nodes: int, max_depth: int, seed: int) -> None:
-        """Connected, parents first, no deeper than asked, and no node left out is worth more; as many are
-        expanded as a tree may have, each once."""
+        """Connected, parents first, no deeper than asked, and no node left out is worth more; no more are
+        expanded than a tree may have, each once."""
         growth = grown(num_nodes, max_depth, seed)
         proposal, chosen = growth.proposal(7), growth.best()
         assert proposal.base_len == 7
