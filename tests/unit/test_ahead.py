@@ -26,7 +26,7 @@ from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from specwire.rule import acceptance
 from specwire.support import Support
 from specwire.v1 import verify_pb2
-from verify_service.ahead import MAX_AHEAD, MAX_AHEAD_ENTRIES, Ahead
+from verify_service.ahead import MAX_AHEAD, MAX_AHEAD_ENTRIES, Ahead, Next
 
 GREEDY = SamplingParams(temperature=0, seed=1)
 SAMPLED = SamplingParams(seed=1, rule=Rule.REJECTION)
@@ -41,6 +41,12 @@ def ahead(ahead_id: int, path: Sequence[int], *token_ids: int, base_len: int = 3
 def support(*token_ids: int) -> Support:
     probs = np.full(len(token_ids), 1 / len(token_ids), np.float32)
     return Support(np.array(token_ids), probs)
+
+
+def following(own: Ahead, proposal: Proposal, verdict: Verdict) -> Next:
+    found = own.after(proposal, verdict)
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -58,27 +64,16 @@ class TestAhead:
     def test_what_follows_the_outcome_is_next(self, own: Ahead) -> None:
         own.add(ahead(1, [8, 6], 30))
         own.add(ahead(2, [8, 9, 5], 20, 21))
-        following = own.after(self.PROPOSAL, self.VERDICT)
-        assert following is not None
-        assert following.continuation == Continuation(2, Outcome(range(2), 5))
-        assert list(following.token_ids) == [8, 9, 5]
-        assert (following.proposal.base_len, list(following.proposal.token_ids)) == (6, [20, 21])
-
-    def test_of_several_the_last_is(self, own: Ahead) -> None:
-        own.add(ahead(1, [8, 9, 5], 20))
-        own.add(ahead(2, [8], 9, 5, 20, 21))
-        following = own.after(self.PROPOSAL, self.VERDICT)
-        assert following is not None
-        assert following.continuation.ahead_id == 1
-        assert list(following.proposal.token_ids) == [20]
+        found = following(own, self.PROPOSAL, self.VERDICT)
+        assert found.continuation == Continuation(2, Outcome(range(2), 5))
+        assert list(found.token_ids) == [8, 9, 5]
+        assert (found.proposal.base_len, list(found.proposal.token_ids)) == (6, [20, 21])
 
     def test_it_goes_on_again_and_again(self, own: Ahead) -> None:
         own.add(ahead(1, [8, 9, 5], 20))
         own.add(ahead(2, [8, 9, 5, 20, 6], 30, 31))
-        first = own.after(self.PROPOSAL, self.VERDICT)
-        assert first is not None
-        second = own.after(first.proposal, Verdict(6, [20, 6]))
-        assert second is not None
+        first = following(own, self.PROPOSAL, self.VERDICT)
+        second = following(own, first.proposal, Verdict(6, [20, 6]))
         assert (second.continuation.ahead_id, second.proposal.base_len) == (2, 8)
 
     @pytest.mark.parametrize("path", [[8, 9, 4], [8, 9, 5, 20], [7]])
@@ -89,16 +84,13 @@ class TestAhead:
     def test_a_request_replaces_what_it_came_to(self, own: Ahead) -> None:
         own.add(ahead(1, [8, 9, 5], 20))
         own.add(ahead(2, [8, 9, 6, 22], 30))
-        assert own.after(self.PROPOSAL, self.VERDICT) is not None
+        following(own, self.PROPOSAL, self.VERDICT)
         own.commit(3, [8, 9, 6])
-        assert own.after(Proposal(6, [22]), Verdict(6, [22, 7])) is None, (
-            "it was dropped with the first outcome"
-        )
+        dropped = own.after(Proposal(6, [22]), Verdict(6, [22, 7]))
+        assert dropped is None, "with the first outcome"
         own.commit(6, [22])
         own.add(ahead(3, [11], 40, base_len=7))
-        following = own.after(Proposal(7), Verdict(7, [11]))
-        assert following is not None
-        assert following.continuation.ahead_id == 3
+        assert following(own, Proposal(7), Verdict(7, [11])).continuation.ahead_id == 3
 
     def test_a_verdict_on_other_tokens_than_it_knows_starts_nothing(self, own: Ahead) -> None:
         own.add(ahead(1, [8, 9, 5], 20))
@@ -108,10 +100,9 @@ class TestAhead:
         """Two children of the prefix; the target follows the second."""
         tree = Proposal(3, [8, 9, 5, 6], parents=[-1, -1, 1, 1])
         own.add(AheadOrder(7, 1, [9], Proposal(3, [5, 6, 20, 21, 30], parents=[-1, -1, 1, 1, 2])))
-        following = own.after(tree, Verdict(3, [9, 0, 6, 0, 20]))
-        assert following is not None
-        assert following.continuation.outcome == Outcome([1, 3], 20)
-        assert (following.proposal.base_len, list(following.proposal.token_ids)) == (6, [30])
+        found = following(own, tree, Verdict(3, [9, 0, 6, 0, 20]))
+        assert found.continuation.outcome == Outcome([1, 3], 20)
+        assert (found.proposal.base_len, list(found.proposal.token_ids)) == (6, [30])
 
     def test_the_rule_is_the_coordinators(self) -> None:
         """Rejection sampling: same proposal, verdict, parameters and seed, so the same outcome."""
@@ -125,9 +116,7 @@ class TestAhead:
             probs = np.array([0.3, 0.4], np.float32)
             verdict = Verdict(3, [4, 9], [probs], [0.3])
             outcome = acceptance.accept(proposal, verdict, params, seed)
-            following = made.after(proposal, verdict)
-            assert following is not None
-            assert following.continuation.outcome == outcome
+            assert following(made, proposal, verdict).continuation.outcome == outcome
 
     def test_it_keeps_a_bounded_number(self, own: Ahead) -> None:
         for ahead_id in range(1, 3 * MAX_AHEAD):
@@ -137,13 +126,12 @@ class TestAhead:
     def test_and_their_supports_are_bounded_too(self) -> None:
         """The oldest ones are dropped, and one that is too large by itself."""
         made = Ahead(SAMPLED)
-        small = Support(np.array([20]), np.ones(1, np.float32))
+        kept = []
         for ahead_id, num in enumerate([1, 1, 1, 3], start=1):
-            padded = Proposal(3, [20] * num, [small] * num, support_len=MAX_AHEAD_ENTRIES // 2)
+            padded = Proposal(3, [20] * num, [support(20)] * num, support_len=MAX_AHEAD_ENTRIES // 2)
             made.add(AheadOrder(7, ahead_id, [8], padded))
-            assert [each.origin for each in made._prepared._arrived] == {1: [1], 2: [1, 2], 3: [2, 3]}.get(
-                ahead_id, []
-            )
+            kept.append([each.origin for each in made._prepared._arrived])
+        assert kept == [[1], [1, 2], [2, 3], []]
 
 
 class TestRemembered:
@@ -158,12 +146,8 @@ class TestRemembered:
         return made
 
     def test_one_is_found_by_its_number(self, sent: PreparedProposals) -> None:
-        found = sent.find(1, [*PROMPT, 8, 9])
-        assert found is not None
-        assert (found.base_len, list(found.token_ids)) == (5, [20, 21]), "and not the longest"
-        rest = sent.find(2, [*PROMPT, 8, 9, 20])
-        assert rest is not None
-        assert (rest.base_len, list(rest.token_ids)) == (6, [21, 22])
+        assert sent.find(1, [*PROMPT, 8, 9]) == Proposal(5, [20, 21]), "and not the longest"
+        assert sent.find(2, [*PROMPT, 8, 9, 20]) == Proposal(6, [21, 22])
 
     @pytest.mark.parametrize(
         ("number", "committed"), [(9, [8, 9]), (0, [8, 9]), (1, [8]), (1, [8, 7]), (3, [8, 9]), (1, [])]
@@ -187,12 +171,9 @@ def received(*orders: VerifyOrder | AheadOrder) -> verify_pb2.VerifyRequest:
     return verify_pb2.VerifyRequest.FromString(sent.SerializeToString())
 
 
-def assert_same(one: Proposal, other: Proposal) -> None:
-    assert (one.base_len, list(one.token_ids)) == (other.base_len, list(other.token_ids))
-    assert list(one.parents) == list(other.parents)
-    for ours, theirs in zip(one.supports, other.supports, strict=True):
-        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-        np.testing.assert_array_equal(ours.probs, theirs.probs)
+def answered(*answers: VerifyAnswer) -> verify_pb2.VerifyResponse:
+    sent = wire.response_to_proto(answers, [], Load(), "me")
+    return verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
 
 
 class TestColumns:
@@ -207,12 +188,13 @@ class TestColumns:
         ]
         found = wire.ahead_from_proto(received(*orders).ahead, VOCAB_SIZE)
         for one, other in zip(found, orders, strict=True):
-            assert (one.sequence_id, one.ahead_id, list(one.path)) == (
-                other.sequence_id,
-                other.ahead_id,
-                list(other.path),
-            )
-            assert_same(one.proposal, other.proposal)
+            assert one[:3] == other[:3]
+            ours, theirs = one.proposal, other.proposal
+            assert (ours.base_len, ours.token_ids) == (theirs.base_len, theirs.token_ids)
+            assert list(ours.parents) == list(theirs.parents)
+            for our, their in zip(ours.supports, theirs.supports, strict=True):
+                np.testing.assert_array_equal(our.token_ids, their.token_ids)
+                np.testing.assert_array_equal(our.probs, their.probs)
 
     def test_their_size_does_not_depend_on_their_tokens(self) -> None:
         """Or the moment of their arrival would, and with it which of them is judged."""
@@ -226,20 +208,12 @@ class TestColumns:
         answers = [
             VerifyAnswer(1, 4, Verdict(3, [8, 9]), Timings(), 0, 0, Continuation(6, Outcome([0, 2], 9))),
             VerifyAnswer(2, 0, Verdict(3, [8]), Timings(), 0, 11),
-            VerifyAnswer(3, 5, Verdict(3, [8]), Timings(), 0, 0, Continuation(7, Outcome((), 63))),
+            VerifyAnswer(3, 5, Verdict(3, [8]), Timings(), 0, 0, Continuation(7, Outcome([], 63))),
         ]
-        sent = wire.response_to_proto(answers, [], Load(), "me")
-        message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
+        message = answered(*answers)
         found = wire.answers_from_proto(message, VOCAB_SIZE)
         assert [each.ahead_id for each in found] == [0, 11, 0]
-        for one, other in zip(found, answers, strict=True):
-            if other.continuation is None:
-                assert one.continuation is None
-                continue
-            assert one.continuation is not None
-            assert one.continuation.ahead_id == other.continuation.ahead_id
-            assert list(one.continuation.outcome.path) == list(other.continuation.outcome.path)
-            assert one.continuation.outcome.next_token == other.continuation.outcome.next_token
+        assert [each.continuation for each in found] == [each.continuation for each in answers]
         message.continuations.num_accepted[0] = 3
         with pytest.raises(InvalidRequestError, match="path"):
             wire.answers_from_proto(message, VOCAB_SIZE)
@@ -247,16 +221,16 @@ class TestColumns:
     def test_proposals_of_the_service_itself(self) -> None:
         """They follow the outcome, whether the service goes on with them or waits."""
         tree, chain = Proposal(6, [7, 8, 9], parents=[-1, -1, 0]), Proposal(4, [5])
+        begun, waits = Continuation(-2, Outcome([0, 1], 2)), Continuation(0, Outcome([], 8))
         answers = [
-            VerifyAnswer(1, 4, Verdict(3, [8, 9, 1]), Timings(), 0, 0, account(-2, [0, 1], 2), proposal=tree),
-            VerifyAnswer(2, 5, Verdict(3, [8]), Timings(), 0, 0, account(0, [], 8), proposal=chain),
+            VerifyAnswer(1, 4, Verdict(3, [8, 9, 1]), Timings(), 0, 0, begun, proposal=tree),
+            VerifyAnswer(2, 5, Verdict(3, [8]), Timings(), 0, 0, waits, proposal=chain),
             VerifyAnswer(3, 6, Verdict(3, [8]), Timings(), 0),
         ]
-        sent = wire.response_to_proto(answers, [], Load(), "me")
-        message = verify_pb2.VerifyResponse.FromString(sent.SerializeToString())
+        message = answered(*answers)
         found = wire.answers_from_proto(message, VOCAB_SIZE)
         assert [each.proposal for each in found] == [tree, replace(chain, parents=[]), None]
-        assert [each.continuation and each.continuation.ahead_id for each in found] == [-2, 0, None]
+        assert [each.continuation for each in found] == [begun, waits, None]
         with pytest.raises(InvalidRequestError, match="token_ids"):
             wire.answers_from_proto(message, 9)
         message.next.support_lens = bytes(4)
@@ -276,7 +250,3 @@ class TestColumns:
         plain = received(VerifyOrder(2, 5, 3, [1]))
         assert not plain.num_next_draft_tokens
         assert not plain.next_max_depths
-
-
-def account(ahead_id: int, path: Sequence[int], next_token: int) -> Continuation:
-    return Continuation(ahead_id, Outcome(path, next_token))

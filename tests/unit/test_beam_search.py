@@ -34,6 +34,11 @@ def row(values: np.ndarray, num_top: int) -> Logprobs:
     return Logprobs(best, values[best], len(best))
 
 
+def rules_of(num_beams: int, length_penalty: float = 2.0, **others: Any) -> BeamRules:
+    limits: Any = {"max_tokens": LENGTH, "end_ids": frozenset([END])}
+    return BeamRules(num_beams=num_beams, length_penalty=length_penalty, **limits, **others)
+
+
 def searched(rules: BeamRules, seed: int) -> Sequence[Scored]:
     language, search = model(seed), BeamSearch(rules)
     while not search.ended:
@@ -59,14 +64,7 @@ def test_a_search_with_enough_beams_finds_the_best_texts(length_penalty: float) 
     """Compared with all texts: no live beam is ever dropped, so that the result is exact."""
     num_beams = 16
     for seed in range(5):
-        rules = BeamRules(
-            num_beams=num_beams,
-            max_tokens=LENGTH,
-            end_ids=frozenset([END]),
-            length_penalty=length_penalty,
-            early_stopping="never",
-        )
-        found = searched(rules, seed)
+        found = searched(rules_of(num_beams, length_penalty, early_stopping="never"), seed)
         expected = all_texts(seed, length_penalty)[:num_beams]
         assert [tuple(each.beam.tokens()) for each in found] == [text for _, text in expected]
         assert np.allclose([each.score for each in found], [score for score, _ in expected], atol=1e-5)
@@ -74,26 +72,15 @@ def test_a_search_with_enough_beams_finds_the_best_texts(length_penalty: float) 
 
 def test_few_beams_may_miss_them() -> None:
     """The negative control: with two beams the comparison above fails for some language."""
-    rules = BeamRules(num_beams=2, max_tokens=LENGTH, end_ids=frozenset([END]), length_penalty=2.0)
-    missed = [
-        seed
-        for seed in range(20)
-        if tuple(searched(rules, seed)[0].beam.tokens()) != all_texts(seed, 2.0)[0][1]
-    ]
-    assert missed
+    found = [tuple(searched(rules_of(2), seed)[0].beam.tokens()) for seed in range(20)]
+    assert found != [all_texts(seed, 2.0)[0][1] for seed in range(20)]
 
 
 def test_a_search_that_stops_at_once_has_no_more_steps() -> None:
     """Two texts that end are enough for it, whatever the live beams may come to."""
     for seed in range(20):
-        rules: dict[str, Any] = {
-            "num_beams": 2,
-            "max_tokens": LENGTH,
-            "end_ids": frozenset([END]),
-            "length_penalty": 2.0,
-        }
-        early = searched(BeamRules(**rules, early_stopping=True), seed)
-        late = searched(BeamRules(**rules, early_stopping="never"), seed)
+        early = searched(rules_of(2, early_stopping=True), seed)
+        late = searched(rules_of(2, early_stopping="never"), seed)
         assert late[0].score >= early[0].score
 
 

@@ -86,10 +86,6 @@ def test_the_first_chains_are_the_first_drawn() -> None:
         assert chains.split(chains.first(whole, num))[0] == chains.split(whole)[0][:num]
 
 
-def sent(found: Proposal) -> bytes:
-    return proposals.to_proto([found], 16).SerializeToString()
-
-
 def test_over_the_wire() -> None:
     """All of it arrives, and the size of a message does not depend on how many tokens coincide."""
     others = [Proposal(4, [1, 2]), proposal_of([[THE, CAT, DOG, A]]), proposal_of(CHAINS)]
@@ -100,39 +96,34 @@ def test_over_the_wire() -> None:
     assert (several.parents, several.leaves) == (others[2].parents, others[2].leaves)
     assert chains.split(several)[0] == CHAINS
     assert several.support_len == 16
-    alike = proposal_of([[THE, CAT]] * 4)
-    assert len(sent(alike)) == len(sent(proposal_of(CHAINS)))
+    sizes = {proposals.to_proto([proposal_of(own)], 16).ByteSize() for own in (CHAINS, [[THE, CAT]] * 4)}
+    assert len(sizes) == 1
+
+
+DRAWN_APART = [support_after(()), Support(support_after(()).token_ids, support_after(()).probs[::-1])]
+"""Two chains with one token drawn from two distributions are not what the rule judges."""
+MANY = [*range(1, 34), *range(33, 66)]
+"""Two chains of 33 tokens, in which nothing is shared but one token in different places."""
 
 
 @pytest.mark.parametrize(
-    ("num_chains", "token_ids", "problem"),
+    ("num_chains", "token_ids", "supports", "problem"),
     [
-        (3, [1, 2, 1, 2], "does not fit 4 tokens"),
-        (0, [1, 2], "does not fit 2 tokens"),
-        (65, [1] * 65, "does not fit 65 tokens"),
-        (2, [*range(1, 34), *range(33, 66)], "over 64 nodes"),
+        (3, [1, 2, 1, 2], certain([1, 2, 1, 2]), "does not fit 4 tokens"),
+        (0, [1, 2], certain([1, 2]), "does not fit 2 tokens"),
+        (65, [1] * 65, certain([1] * 65), "does not fit 65 tokens"),
+        (2, MANY, certain(MANY), "over 64 nodes"),
+        (2, [THE, CAT], DRAWN_APART, "differ after the same tokens"),
+        (2, [1, 2], (), "num_chains=2"),
     ],
+    ids=["uneven", "none", "too many", "too many nodes", "drawn apart", "matched tokens"],
 )
-def test_what_are_no_chains_is_refused(num_chains: int, token_ids: list[int], problem: str) -> None:
-    message = proposals.to_proto([Proposal(0, token_ids, certain(token_ids))], 16)
+def test_what_are_no_chains_is_refused(
+    num_chains: int, token_ids: list[int], supports: Sequence[Support], problem: str
+) -> None:
+    message = proposals.to_proto([Proposal(0, token_ids, supports)], 16 if supports else 0)
     message.num_chains.append(num_chains)
     with pytest.raises(InvalidRequestError, match=problem):
-        proposals.from_proto(message, [0], 100)
-
-
-def test_draws_from_different_distributions_are_refused() -> None:
-    """Two chains with one token drawn from two distributions are not what the rule judges."""
-    supports = [support_after(()), Support(support_after(()).token_ids, support_after(()).probs[::-1])]
-    message = proposals.to_proto([Proposal(0, [THE, CAT], supports)], 16)
-    message.num_chains.append(2)
-    with pytest.raises(InvalidRequestError, match="differ after the same tokens"):
-        proposals.from_proto(message, [0], 100)
-
-
-def test_matched_tokens_have_one_chain() -> None:
-    message = proposals.to_proto([Proposal(0, [1, 2])], 0)
-    message.num_chains.append(2)
-    with pytest.raises(InvalidRequestError, match="num_chains=2"):
         proposals.from_proto(message, [0], 100)
 
 

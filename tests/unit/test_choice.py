@@ -31,6 +31,11 @@ def test_the_best_length_is_that_of_the_closed_form(alpha: float, draft_cost: fl
     assert best_length(tokens, times) == int(speedup.argmax())
 
 
+def round_of(num_drafted: int, num_accepted: int, draft: Cost, verify: Cost) -> Round:
+    accepted = Outcome(range(num_accepted), 0)
+    return Round(Proposal(0, [0] * num_drafted), Verdict(0, []), accepted, draft, verify)
+
+
 class Machine:
     """A made-up system in which many streams decode in turn; times in nanoseconds.
 
@@ -91,13 +96,7 @@ class Machine:
             outcome = CallOutcome.TIMED_OUT if self.is_late else CallOutcome.ASKED
             draft_cost = Cost(outcome, wall_ns=draft_ns, forward_ns=draft_ns, num_prefill_tokens=1)
             verify_cost = Cost(wall_ns=int(verify * noise), forward_ns=int(verify * noise), load=load)
-            done = Round(
-                Proposal(0, [0] * length),
-                Verdict(0, []),
-                Outcome(range(accepted), 0),
-                draft_cost,
-                verify_cost,
-            )
+            done = round_of(length, accepted, draft_cost, verify_cost)
             stream.observe(done, int((draft + verify) * noise))
             self.tokens += accepted + 1
         self.time += (draft + verify) * noise
@@ -214,33 +213,29 @@ def test_hard_text_is_noticed_within_a_few_rounds_and_forgotten_again() -> None:
 def far_round(plan: Plan, num_accepted: int) -> Round:
     """A pass of 30 ms, and a proposal that took 80 ms more than its steps unless it was not waited for."""
     num_drafted = plan.num_draft_tokens if plan.patience_s else 0
-    draft_ns = 2_000_000 * num_drafted
-    return Round(
-        Proposal(0, [0] * num_drafted),
-        Verdict(0, []),
-        Outcome(range(min(num_accepted, num_drafted)), 0),
-        Cost(
-            CallOutcome.ASKED,
-            wall_ns=draft_ns + 80_000_000,
-            forward_ns=draft_ns,
-            network_ns=80_000_000,
-            num_prefill_tokens=1,
-        )
-        if num_drafted
-        else Cost(),
-        Cost(forward_ns=30_000_000, wall_ns=30_000_000, load=Load(0, 1, 30_000_000, 0, 0)),
-    )
+    steps_ns, far_ns, pass_ns = 2_000_000 * num_drafted, 80_000_000, 30_000_000
+    draft = Cost()
+    if num_drafted:
+        times = {"wall_ns": steps_ns + far_ns, "forward_ns": steps_ns, "network_ns": far_ns}
+        draft = Cost(CallOutcome.ASKED, num_prefill_tokens=1, **times)
+    verify = Cost(forward_ns=pass_ns, wall_ns=pass_ns, load=Load(0, 1, pass_ns, 0, 0))
+    return round_of(num_drafted, min(num_accepted, num_drafted), draft, verify)
+
+
+def far_plans(stream: AdaptiveLength, num_rounds: int, num_accepted: int) -> list[Plan]:
+    """Of rounds of which each takes as long as it costs."""
+    plans = []
+    for _ in range(num_rounds):
+        plans.append(stream.plan())
+        done = far_round(plans[-1], num_accepted)
+        stream.observe(done, done.draft_cost.wall_ns + done.verify_cost.wall_ns)
+    return plans
 
 
 @pytest.mark.parametrize(("num_accepted", "waits"), [(0, False), (16, True)])
 def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, waits: bool) -> None:
     """And asked all the same where it is hard, which costs no time."""
-    stream = AdaptiveLength(SharedChoice(lambda: 1, num_outcomes=16))
-    plans = []
-    for _ in range(16):
-        plans.append(stream.plan())
-        done = far_round(plans[-1], num_accepted)
-        stream.observe(done, done.draft_cost.wall_ns + done.verify_cost.wall_ns)
+    plans = far_plans(AdaptiveLength(SharedChoice(lambda: 1, num_outcomes=16)), 16, num_accepted)
     assert all(plan.patience_s for plan in plans[:3]), "nothing is known yet"
     drafted = [plan for plan in plans[12:] if plan.num_draft_tokens]
     assert {bool(plan.patience_s) for plan in drafted} == {waits}
@@ -258,9 +253,7 @@ def plans_where_preparing_slows_the_target(shared: SharedChoice, num_rounds: int
         outcome = CallOutcome.READY if prepared else CallOutcome.ASKED
         draft_cost = Cost(outcome, wall_ns=draft, forward_ns=draft, num_prefill_tokens=1)
         verify_cost = Cost(wall_ns=verify, forward_ns=verify, load=Load(0, 1, verify, 0, 0))
-        accepted = Outcome(range(num), 0)
-        done = Round(Proposal(0, [0] * num), Verdict(0, []), accepted, draft_cost, verify_cost)
-        stream.observe(done, draft + verify)
+        stream.observe(round_of(num, num, draft_cost, verify_cost), draft + verify)
     return plans
 
 
@@ -365,9 +358,8 @@ def believed(*seen: tuple[Way, float, float], num_streams: int = 1, now: float =
     for way, ratio, at in seen:
         deviations.add(way, ratio, Moment(at, 1, 1.0))
     mean, covariance = deviations.of(WAYS, Moment(now, num_streams, 1.0))
-    return dict(zip(WAYS, np.exp(mean), strict=True)), dict(
-        zip(WAYS, np.sqrt(np.diag(covariance)), strict=True)
-    )
+    spread = np.sqrt(np.diag(covariance))
+    return dict(zip(WAYS, np.exp(mean), strict=True)), dict(zip(WAYS, spread, strict=True))
 
 
 CHAINS, PREPARED, TREE = Way(True), Way(True, CHAIN, True), Way(True, 16)
@@ -405,26 +397,27 @@ def test_one_number_of_streams_says_less_of_another() -> None:
 def test_a_draft_that_is_away_tells_nothing_of_what_speculation_brings() -> None:
     shared = SharedChoice(lambda: 1, num_outcomes=16)
     stream = AdaptiveLength(shared)
-    for _ in range(40):
-        done = far_round(stream.plan(), 16)
-        stream.observe(done, done.draft_cost.wall_ns + done.verify_cost.wall_ns)
+    far_plans(stream, 40, 16)
     before = stream.plan().num_draft_tokens
+    away = replace(far_round(Plan(0), 0), draft_cost=Cost(outcome=CallOutcome.UNAVAILABLE))
     for _ in range(3000):
         stream.plan()
-        stream.observe(
-            replace(far_round(Plan(0), 0), draft_cost=Cost(outcome=CallOutcome.UNAVAILABLE)), 30_000_000
-        )
+        stream.observe(away, 30_000_000)
     assert stream.plan().num_draft_tokens == before > 0
     assert shared.num_trials == 0
 
 
-@pytest.mark.parametrize("is_service", [False, True])
-def test_where_only_the_host_grows_trees_they_cost_more_than_chains(is_service: bool) -> None:
+DRAFTS = Load(draft_pass_ns=300_000, draft_hosted_ns=1_200_000)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [(DRAFTS, None), (Load(), replace(DRAFTS, base_ns=300_000))],
+    ids=["a target that drafts", "a draft service"],
+)
+def test_where_only_the_host_grows_trees_they_cost_more_than_chains(target: Load, draft: Load | None) -> None:
     """As on a GPU, where a chain is decoded without the host."""
-    target = Load(base_ns=8_000_000, draft_pass_ns=300_000, draft_hosted_ns=1_200_000)
-    draft = replace(target, base_ns=300_000) if is_service else None
-    if is_service:
-        target = Load(base_ns=8_000_000)
+    target = replace(target, base_ns=8_000_000)
     shared = SharedChoice(lambda: 1, told=lambda: (target, draft))
     shared.begin_round(shared.among(has_trees=True))
     chain, tree = (shared.costs.round_ns(Way(True, num_nodes), 5) for num_nodes in (0, 16))

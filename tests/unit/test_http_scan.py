@@ -84,16 +84,22 @@ def test_the_limits(unit: bytes, most: int, what: str) -> None:
     assert refused.value.status == 413
 
 
+def body(fields: dict[str, Any]) -> bytes:
+    return json.dumps({"model": "m"} | fields).encode()
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+UNKNOWN_KEYS = {f"k{i}": 1 for i in range(30_000)}
 WITHIN_LIMITS: dict[str, tuple[type[CompletionBody | ChatBody], dict[str, Any]]] = {
     "objects": (CompletionBody, {"prompt": [{}] * 16_000}),
     "tokens of a wrong type": (CompletionBody, {"prompt": [[1.5] * 100_000]}),
-    "unknown keys": (CompletionBody, {"prompt": "x"} | {f"k{i}": 1 for i in range(30_000)}),
-    "unknown keys of a message": (
-        ChatBody,
-        {"messages": [{"role": "user", "content": "x"} | {f"k{i}": 1 for i in range(30_000)}]},
-    ),
+    "unknown keys": (CompletionBody, {"prompt": "x"} | UNKNOWN_KEYS),
+    "unknown keys of a message": (ChatBody, {"messages": [said("x") | UNKNOWN_KEYS]}),
     "messages": (ChatBody, {"messages": [{}] * 16_000}),
-    "parts": (ChatBody, {"messages": [{"role": "user", "content": [{}] * 16_000}]}),
+    "parts": (ChatBody, {"messages": [said([{}] * 16_000)]}),
     "stop strings": (CompletionBody, {"prompt": "x", "stop": [1] * 100_000}),
     "stop tokens": (CompletionBody, {"prompt": "x", "stop_token_ids": ["a"] * 100_000}),
 }
@@ -102,7 +108,7 @@ WITHIN_LIMITS: dict[str, tuple[type[CompletionBody | ChatBody], dict[str, Any]]]
 @pytest.mark.parametrize("name", WITHIN_LIMITS)
 def test_few_errors_are_made_of_a_body_that_is_wrong_all_over(name: str) -> None:
     kind, fields = WITHIN_LIMITS[name]
-    data = json.dumps({"model": "m"} | fields).encode()
+    data = body(fields)
     with pytest.raises(pydantic.ValidationError) as found:
         kind.model_validate_json(data)
     assert found.value.error_count() < 10
@@ -112,28 +118,23 @@ def test_few_errors_are_made_of_a_body_that_is_wrong_all_over(name: str) -> None
 
 def test_biases_are_counted_before_they_are_looked_at() -> None:
     biases = {str(i): "a" for i in range(30_000)}
-    found = validation.read(
-        CompletionBody, json.dumps({"model": "m", "prompt": "x", "logit_bias": biases}).encode()
-    )
+    found = validation.read(CompletionBody, body({"prompt": "x", "logit_bias": biases}))
     with pytest.raises(InvalidRequestError, match="more than 4096 ids"):
         found.params()
 
 
-def test_the_first_error_is_named() -> None:
-    cases: dict[str, dict[str, Any]] = {
-        "messages[2].content": {"messages": [said("a"), said([text("b")]), said([text("c"), {}])]},
-        "messages[1].k0": {"messages": [said("a"), said("b") | {f"k{i}": 1 for i in range(20)}]},
-        "stop_token_ids[1]": {"messages": [said("a")], "stop_token_ids": [1, "a", "b"]},
-    }
-    for param, fields in cases.items():
-        with pytest.raises(ApiError) as refused:
-            validation.read(ChatBody, json.dumps({"model": "m"} | fields).encode())
-        assert refused.value.param == param
+TEXT = {"type": "text", "text": "a"}
 
 
-def said(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("messages[2].content", {"messages": [said("a"), said([TEXT]), said([TEXT, {}])]}),
+        ("messages[1].k0", {"messages": [said("a"), said("b") | {f"k{i}": 1 for i in range(20)}]}),
+        ("stop_token_ids[1]", {"messages": [said("a")], "stop_token_ids": [1, "a", "b"]}),
+    ],
+)
+def test_the_first_error_is_named(param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        validation.read(ChatBody, body(fields))
+    assert refused.value.param == param

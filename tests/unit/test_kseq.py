@@ -71,7 +71,7 @@ def test_the_smallest_factor_is_found() -> None:
 
 def test_one_draft_is_the_token_rule_to_the_last_bit() -> None:
     for draft, target in PAIRS:
-        found, support = Selection(draft, target, 1), Support(np.arange(len(draft)), draft.astype(np.float32))
+        support = Support(np.arange(len(draft)), draft.astype(np.float32))
         own = support.probs.astype(np.float64) / support.probs.sum(dtype=np.float64)
         found = Selection(own, target, 1)
         for slot, (theirs, ours) in enumerate(zip(own.tolist(), target.tolist(), strict=True)):
