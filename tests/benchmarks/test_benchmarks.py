@@ -34,26 +34,27 @@ def _greedy(model: PreTrainedModel, prompt: torch.Tensor) -> list[int]:
 # --- widening -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="its own output layer"),
+        pytest.param({"tie_word_embeddings": True}, id="a tied one"),
+        pytest.param({"rms_norm_eps": 0.1}, id="an epsilon that is scaled with the mean square"),
+    ],
+)
 @torch.inference_mode()
-def test_a_widened_model_is_the_same_function(tied: bool) -> None:
-    small = tiny_models.build("llama", tie_word_embeddings=tied)
+def test_a_widened_model_is_the_same_function(fields: dict[str, Any]) -> None:
+    small = tiny_models.build("llama", **fields)
     large = widen.widen(small, SHAPE, torch.float32)
     prompt = torch.randint(0, tiny_models.VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
-    wanted, got = (model(prompt).logits.softmax(-1) for model in (small, large))
+    wanted, got = (model(prompt).logits for model in (small, large))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    wanted, got = wanted.softmax(-1), got.softmax(-1)
     assert (wanted - got).abs().max() < 1e-5
     assert wanted.max() > 10 / tiny_models.VOCAB_SIZE  # a flat distribution would agree with anything
     assert _greedy(large, prompt) == _greedy(small, prompt)
     assert widen.small_shape(large.config) == SHAPE
     assert large.config.head_dim == small.config.head_dim
-
-
-@torch.inference_mode()
-def test_epsilon_is_scaled_with_the_mean_square() -> None:
-    small = tiny_models.build("llama", rms_norm_eps=0.1)
-    large = widen.widen(small, SHAPE, torch.float32)
-    prompt = torch.arange(1, 30)[None]
-    torch.testing.assert_close(large(prompt).logits, small(prompt).logits, atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -182,23 +183,22 @@ def test_peers_generate_what_was_ordered(tmp_path: Path) -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-def _target(plan: Plan | None = None, streams_plan: curve.Plan | None = None) -> Target:
-    return Target(
-        name="embedded",
-        source=embedded.TARGET_DIR,
-        dtype="float32",
-        num_threads=1,
-        plan=plan or Plan(num_repetitions=1, num_tokens=1, prompts=[]),
-        streams_plan=streams_plan or curve.Plan(),
-    )
+STREAMS_PLAN = curve.Plan(num_streams=(1, 4), num_repetitions=2, num_tokens=8, least_requests=2)
+TARGET = Target(
+    name="embedded",
+    source=embedded.TARGET_DIR,
+    dtype="float32",
+    num_threads=1,
+    plan=Plan(num_repetitions=1, num_tokens=6, prompts=[[40, 41, 42]], num_echoes=5),
+    streams_plan=dataclasses.replace(STREAMS_PLAN, num_repetitions=1, num_tokens=6),
+)
 
 
 @pytest.mark.slow
 def test_all_systems_run_side_by_side() -> None:
     """Real processes, the embedded pair, next to nothing to do."""
-    plan = Plan(num_repetitions=1, num_tokens=6, prompts=[[40, 41, 42]], num_echoes=5)
     with EchoPair() as echo:
-        comparisons = compare(_target(plan=plan), echo)
+        comparisons = compare(TARGET, echo)
     for comparison in comparisons:
         assert len(comparison.series) == 5
         assert all(series.tokens_per_s[0] > 0 for series in comparison.series.values())
@@ -222,17 +222,11 @@ class _ScriptedStreams:
         return Burst(elapsed_s=0.5, token_ids=[[7] * num_tokens] * n, tpots_ms=list(range(1, n + 1)))
 
 
-def _streams_plan(**changes: Any) -> curve.Plan:
-    return dataclasses.replace(
-        curve.Plan(num_streams=(1, 4), num_repetitions=2, num_tokens=8, least_requests=2), **changes
-    )
-
-
 def test_bursts_are_interleaved_and_no_cache_meets_a_prompt_again() -> None:
     log: list[tuple[str, list[list[int]]]] = []
     both = [_ScriptedStreams("a", log), _ScriptedStreams("b", log, own_prompts=True)]
     prompts = [[i] for i in range(4)]
-    series = curve.measure(both, _streams_plan(), prompts, lambda text: None)
+    series = curve.measure(both, STREAMS_PLAN, prompts, lambda text: None)
     assert [(name, len(burst)) for name, burst in log] == [
         ("a", 1), ("b", 1), ("a", 1), ("b", 1), ("a", 4), ("b", 4)
     ] * 2  # fmt: skip
@@ -248,9 +242,8 @@ def test_a_system_that_learns_has_the_load_for_a_while_first() -> None:
     log: list[tuple[str, list[list[int]]]] = []
     learner, other = _ScriptedStreams("a", log), _ScriptedStreams("b", log)
     learner.learns = True
-    curve.measure(
-        [learner, other], _streams_plan(num_repetitions=1), [[i] for i in range(4)], lambda text: None
-    )
+    plan = dataclasses.replace(STREAMS_PLAN, num_repetitions=1)
+    curve.measure([learner, other], plan, [[i] for i in range(4)], lambda text: None)
     settling = [("a", 1)] * 6 + [("a", 4)] * 3
     assert [(name, len(burst)) for name, burst in log[: len(settling)]] == settling
     assert len(log) == len(settling) + 6
@@ -266,10 +259,10 @@ def test_speculation_must_not_change_a_text_in_float32() -> None:
 
     prompts = [[i] for i in range(4)]
     all_three = [_ScriptedStreams("a", []), Other("b", [], own_prompts=True), _ScriptedStreams("c", [])]
-    identical = curve.compare_texts(all_three, _streams_plan(), prompts, exact=False)
+    identical = curve.compare_texts(all_three, STREAMS_PLAN, prompts, exact=False)
     assert identical == {"b": 3, "c": 4}
     with pytest.raises(RuntimeError, match="1 of 4 texts change with speculation"):
-        curve.compare_texts(all_three, _streams_plan(), prompts, exact=True)
+        curve.compare_texts(all_three, STREAMS_PLAN, prompts, exact=True)
 
 
 def test_a_short_stream_is_not_counted_as_fast() -> None:
@@ -283,8 +276,7 @@ def test_a_short_stream_is_not_counted_as_fast() -> None:
 
 @pytest.mark.slow
 def test_the_curve_runs_side_by_side() -> None:
-    plan = _streams_plan(num_repetitions=1, num_tokens=6)
-    done = measure_curve(_target(streams_plan=plan))
+    done = measure_curve(TARGET)
     assert done.identical == {names.NO_SPECULATION: 4, CONTINUOUS: 4}
     assert list(done.series) == [1, 4]
     for of_all in done.series.values():
