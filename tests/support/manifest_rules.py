@@ -102,12 +102,18 @@ def _schema_problem(item: str, version: str) -> str:
 
 def _templates(value: Any) -> Iterator[Object]:
     """Of pods, wherever an object of another project's kind has them."""
-    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-        if str(key).lower().endswith("template") and "spec" in entry:
+    for key, entry in _entries(value):
+        if key.lower().endswith("template") and "spec" in entry:
             named = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "of-a-group"}}
             yield {**named, "template": entry}
-        elif isinstance(entry, dict | list):
-            yield from _templates(entry)
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """Everything in an object, at any depth, and what it is called there."""
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+        yield str(key), entry
+        if isinstance(entry, dict | list):
+            yield from _entries(entry)
 
 
 def _name(item: Object) -> str:
@@ -344,10 +350,12 @@ def _connections(pod: Pod, values: Any) -> Iterator[tuple[str, str]]:
 def selectors(manifests: Manifests) -> Iterator[str]:
     """Every selector chooses pods, and every target is there."""
     for item in manifests.objects:
-        for where, selector in _selectors(item, _name(item)):
+        for key, selector in _entries(item):
+            if key not in ("selector", "podSelector", "labelSelector"):
+                continue
             keys = set(selector.get("matchLabels", selector))
             if selector and not keys & NOT_OURS and not manifests.selected(selector):
-                yield f"{where}: {selector} chooses no pod"
+                yield f"{_name(item)} {key}: {selector} chooses no pod"
     for name, item in manifests.of("Deployment").items():
         spec = item["spec"]
         if not spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items():
@@ -382,19 +390,6 @@ def measures(manifests: Manifests) -> Iterator[str]:
             address = trigger["serverAddress"].removeprefix("http://").replace(".specwire:", ":")
             if manifests.service_of(address) is None:
                 yield f"ScaledObject {name}: {address} is no Service's port"
-
-
-def _selectors(value: Any, where: str) -> Iterator[tuple[str, Object]]:
-    """All selectors of an object, wherever they are."""
-    if isinstance(value, list):
-        for entry in value:
-            yield from _selectors(entry, where)
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            if key in ("selector", "podSelector", "labelSelector"):
-                yield f"{where} {key}", entry
-            else:
-                yield from _selectors(entry, where)
 
 
 def namespaces(manifests: Manifests) -> Iterator[str]:
@@ -498,12 +493,9 @@ MAY_REACH = {
 
 def isolation(manifests: Manifests) -> Iterator[str]:
     """Draft and verify are reachable by the coordinator alone, and Ray by verify alone."""
-    allowed = MAY_REACH
-    for server in (pod for pod in manifests.pods if pod.labels[COMPONENT] in allowed):
-        strangers = [
-            p for p in manifests.pods if p.labels[COMPONENT] not in allowed[server.labels[COMPONENT]]
-        ]
-        for client in strangers:
+    for server in (pod for pod in manifests.pods if pod.labels[COMPONENT] in MAY_REACH):
+        allowed = MAY_REACH[server.labels[COMPONENT]]
+        for client in (pod for pod in manifests.pods if pod.labels[COMPONENT] not in allowed):
             for port in (number for name, number in server.ports.items() if name != "metrics"):
                 if may_connect(manifests, client, server, port):
                     yield f"{client.owner}: can reach {server.owner} at {port}"
@@ -517,7 +509,7 @@ def devices(manifests: Manifests) -> Iterator[str]:
         if not getattr(values, "ray_address", ""):
             continue
         ray = [pod for pod in manifests.pods if pod.owner.startswith(("RayCluster", "LeaderWorkerSet"))]
-        found = sum(other.replicas * int(_limit(other, "nvidia.com/gpu")) for other in ray)
+        found = sum(other.replicas * _num_gpus(other) for other in ray)
         wanted = pod.replicas * values.tensor_parallel_size
         if found < wanted:
             yield f"{pod.owner}: wants {wanted} GPUs, and the Ray cluster has {found}"
@@ -529,12 +521,12 @@ def devices(manifests: Manifests) -> Iterator[str]:
             yield f"RayCluster {name}: rayVersion {cluster['spec']['rayVersion']} is not {versions['ray']}"
         for group in cluster["spec"]["workerGroupSpecs"]:
             pod = next(other for other in manifests.pods if other.owner.endswith(group["groupName"]))
-            if group["rayStartParams"]["num-gpus"] != str(_limit(pod, "nvidia.com/gpu")):
+            if group["rayStartParams"]["num-gpus"] != str(_num_gpus(pod)):
                 yield f"{pod.owner}: num-gpus is not its limit of GPUs"
 
 
-def _limit(pod: Pod, resource: str) -> Any:
-    return pod.container["resources"]["limits"].get(resource, 0)
+def _num_gpus(pod: Pod) -> int:
+    return int(pod.container["resources"]["limits"].get("nvidia.com/gpu", 0))
 
 
 RULES: tuple[Rule, ...] = (
