@@ -27,9 +27,9 @@ def support_after(tokens: Sequence[int]) -> Support:
     return Support(np.arange(8), (weights / weights.sum()).astype(np.float32))
 
 
-def proposal_of(token_ids: Sequence[Sequence[int]], base_len: int = 9) -> Proposal:
+def proposal_of(token_ids: Sequence[Sequence[int]]) -> Proposal:
     supports = [[support_after(own[:i]) for i in range(len(own))] for own in token_ids]
-    return chains.merged(token_ids, supports, base_len, source="d")
+    return chains.merged(token_ids, supports, 9, source="d")
 
 
 def test_what_is_shared_is_there_once() -> None:

@@ -216,8 +216,8 @@ def far_round(plan: Plan, num_accepted: int) -> Round:
     steps_ns, far_ns, pass_ns = 2_000_000 * num_drafted, 80_000_000, 30_000_000
     draft = Cost()
     if num_drafted:
-        times = {"wall_ns": steps_ns + far_ns, "forward_ns": steps_ns, "network_ns": far_ns}
-        draft = Cost(CallOutcome.ASKED, num_prefill_tokens=1, **times)
+        draft = Cost(CallOutcome.ASKED, forward_ns=steps_ns, network_ns=far_ns, num_prefill_tokens=1)
+        draft.wall_ns = steps_ns + far_ns
     verify = Cost(forward_ns=pass_ns, wall_ns=pass_ns, load=Load(0, 1, pass_ns, 0, 0))
     return round_of(num_drafted, min(num_accepted, num_drafted), draft, verify)
 
@@ -242,10 +242,10 @@ def test_a_far_draft_is_waited_for_where_the_text_is_easy(num_accepted: int, wai
     assert all(plan.num_outcomes for plan in drafted)
 
 
-def plans_where_preparing_slows_the_target(shared: SharedChoice, num_rounds: int = 120) -> list[Plan]:
+def plans_where_preparing_slows_the_target(shared: SharedChoice) -> list[Plan]:
     """As on a processor that both share. A proposal takes a third of a pass."""
     stream, plans = AdaptiveLength(shared), []
-    for _ in range(num_rounds):
+    for _ in range(120):
         plan = stream.plan()
         plans.append(plan)
         num, prepared = plan.num_draft_tokens, plan.num_outcomes > 0

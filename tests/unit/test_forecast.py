@@ -15,11 +15,9 @@ def judged(rng: np.random.Generator, alpha: float, num_drafted: int) -> int:
     return int(np.argmin([*(rng.random(num_drafted) < alpha), False]))
 
 
-def train(
-    shared: SharedAcceptance, alphas: list[float], num_rounds: int, seed: int = 0
-) -> list[OwnAcceptance]:
+def train(shared: SharedAcceptance, alphas: list[float], num_rounds: int) -> list[OwnAcceptance]:
     """A stream of each kind of text."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     streams = [OwnAcceptance(shared) for _ in alphas]
     for _ in range(num_rounds):
         for stream, alpha in zip(streams, alphas, strict=True):

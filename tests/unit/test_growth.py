@@ -92,11 +92,10 @@ class TestGrowth:
         assert heard == [([0.5, 0.3], None)], "no candidate: what follows is unknown"
 
 
-def trained(frequencies: Sequence[float], num_rounds: int = 3000) -> Calibration:
+def trained(frequencies: Sequence[float]) -> Calibration:
     """The target takes the candidate of each rank so often, whatever the draft's shares say."""
     rng, calibration = np.random.default_rng(1), Calibration()
-    none = 1 - sum(frequencies)
-    ranks = rng.choice(len(frequencies) + 1, num_rounds, p=[*frequencies, none])
+    ranks = rng.choice(len(frequencies) + 1, 3000, p=[*frequencies, 1 - sum(frequencies)])
     for rank in ranks.tolist():
         calibration.add(SHARES, rank if rank < len(frequencies) else None)
     return calibration
