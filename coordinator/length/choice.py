@@ -71,7 +71,7 @@ _SHARE_ROUNDS = 100
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more than 32
 streams, a quarter of them."""
-_LEARNT_ROUNDS = 16
+_LEARNT_ROUNDS = 32
 """Costs are learnt from so many rounds while each stream has one: what a pass costs is alike for all."""
 _NEW_OCTAVES = 0.5
 """The choice is made anew once the number of streams has changed by so many doublings."""
