@@ -87,13 +87,12 @@ class _Observer:
         self._shared = shared
         self._texts: dict[int, OwnAcceptance] = {}
         self._way: Way | None = None
-        self._is_settled = False
+        self._num_rounds = 0  # under this way
 
     def _enter(self) -> tuple[Way, int]:
         """The way of a round that begins, and how many outcomes are prepared."""
         way, num_outcomes = self._shared.begin_round(self._among)
-        # Not in its first round: the prompt may be in it, and others may still be under another way.
-        self._is_settled = way == self._way
+        self._num_rounds = 1 + self._num_rounds if way == self._way else 1
         self._way = way
         return way, num_outcomes
 
@@ -111,7 +110,10 @@ class _Observer:
         if (is_learnt and num_steps) or (self._is_adaptive and way.drafts):
             text = self._text(way.num_nodes)
             text.add(num_steps, done.outcome.num_accepted, is_shared=is_learnt)
-        if self.limit and self._is_settled and not done.draft_cost.draft_unavailable:
+        # Not its first round: the prompt may be in it, and others may still be under another way. Nor the
+        # second, if the target had gone on by itself, and drafts after it.
+        is_settled = self._num_rounds > (1 if num_steps or not self._waits else 2)
+        if self.limit and is_settled and not done.draft_cost.draft_unavailable:
             load = done.verify_cost.load
             prompts_ns = min(load.prefill_ns, int(_MOST_PROMPTS * elapsed_ns)) if load else 0
             is_plain, took_ns = not (num_steps or self._waits), elapsed_ns - prompts_ns

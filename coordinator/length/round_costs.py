@@ -118,8 +118,9 @@ class RoundCosts:
 
     def know(self, target: Load | None, draft: Load | None) -> None:
         """What passes cost, before any round."""
-        if target is not None and not self._load.base_ns:
-            self._load = self._target_told = target
+        if target is not None and not self._target_told.base_ns:
+            self._target_told = target
+            self._load = self._load if self._load.base_ns else target
         self._told = draft or self._told
 
     def rescale(self, num_streams: int, before: int) -> None:

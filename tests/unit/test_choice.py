@@ -426,6 +426,30 @@ def test_where_only_the_host_grows_trees_they_cost_more_than_chains(target: Load
     assert next(each.way.num_nodes for each in shared.expected() if each.way.drafts) == 0
 
 
+def test_what_the_target_measured_is_known_after_rounds_without_a_choice() -> None:
+    """As of requests whose length is fixed; meanwhile passes look dearer than they were alone."""
+    told = Load(base_ns=8_000_000), Load(base_ns=300_000)
+    shared = SharedChoice(lambda: 1, told=lambda: told)
+    slower = Cost(forward_ns=20_000_000, load=Load(base_ns=20_000_000))
+    fixed = FixedLength(0, shared)
+    fixed.plan()
+    fixed.observe(round_of(0, 0, Cost(), slower), 20_000_000)
+    AdaptiveLength(shared).plan()
+    assert shared.costs.alone_ns(1) == 8_000_000
+    assert shared.costs.pass_ns == 20_000_000
+
+
+def test_rounds_before_the_first_draft_tokens_are_not_held_against_drafting() -> None:
+    """The target had gone on by itself, and then its draft has run the prompt."""
+    target = Load(base_ns=8_000_000, draft_pass_ns=300_000, draft_node_ns=10_000)
+    shared = SharedChoice(lambda: 1, told=lambda: (target, None))
+    stream = AdaptiveLength(shared)
+    for _ in range(2):
+        assert stream.plan().num_draft_tokens
+        stream.observe(round_of(0, 0, Cost(), Cost(load=target)), 400_000_000)
+    assert not any(each.measured_rate for each in shared.compared())
+
+
 def test_costs_are_learnt_and_old_ones_kept() -> None:
     model, rng = CostModel(2), np.random.default_rng(1)
 
