@@ -202,10 +202,8 @@ class SharedChoice:
 
     def begin_round(self, among: Among) -> tuple[Way, int]:
         """The way of a round of any stream, and how many outcomes are prepared."""
+        self._look_whether_known()
         held = self._held.get(among)
-        if not self.are_known:
-            self.costs.know(*self._told())
-            self.are_known = self.costs.are_known
         if held is None or self._num_streams_changed(held) or (held.way.prepares and not self._may_prepare()):
             held = self._held[among] = self._entered(among, held)
         outcomes = MAX_OUTCOMES if self._num_outcomes is None else self._num_outcomes
@@ -237,10 +235,15 @@ class SharedChoice:
         # An odd number: not the rounds of the same streams each time.
         self._learn_at = self._num_rounds + (num_streams // _LEARNT_ROUNDS | 1)
         self.costs.add(done, way)
-        if not self.are_known and self.costs.are_known:
-            self.are_known = True
-            self._held.clear()
+        self._look_whether_known()
         return True
+
+    def _look_whether_known(self) -> None:
+        if not self.are_known:
+            self.costs.know(*self._told())
+            self.are_known = self.costs.are_known
+            if self.are_known:
+                self._held.clear()
 
     def add_settled(
         self, among: Among, way: Way, num_steps: int, num_tokens: int, elapsed_ns: int, is_plain: bool

@@ -426,11 +426,18 @@ def test_where_only_the_host_grows_trees_they_cost_more_than_chains(target: Load
     assert next(each.way.num_nodes for each in shared.expected() if each.way.drafts) == 0
 
 
-def test_what_the_target_measured_is_known_after_rounds_without_a_choice() -> None:
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [(Load(draft_pass_ns=300_000), None), (Load(), Load(base_ns=300_000))],
+    ids=["a target that drafts", "a draft service"],
+)
+def test_what_the_target_measured_is_known_after_rounds_without_a_choice(
+    target: Load, draft: Load | None
+) -> None:
     """As of requests whose length is fixed; meanwhile passes look dearer than they were alone."""
-    told = Load(base_ns=8_000_000), Load(base_ns=300_000)
-    shared = SharedChoice(lambda: 1, told=lambda: told)
-    slower = Cost(forward_ns=20_000_000, load=Load(base_ns=20_000_000))
+    told = replace(target, base_ns=8_000_000)
+    shared = SharedChoice(lambda: 1, told=lambda: (told, draft))
+    slower = Cost(forward_ns=20_000_000, load=replace(told, base_ns=20_000_000))
     fixed = FixedLength(0, shared)
     fixed.plan()
     fixed.observe(round_of(0, 0, Cost(), slower), 20_000_000)
