@@ -202,7 +202,8 @@ class SharedChoice:
 
     def begin_round(self, among: Among) -> tuple[Way, int]:
         """The way of a round of any stream, and how many outcomes are prepared."""
-        self._look_whether_known()
+        if not self.are_known:
+            self._gather()
         held = self._held.get(among)
         if held is None or self._num_streams_changed(held) or (held.way.prepares and not self._may_prepare()):
             held = self._held[among] = self._entered(among, held)
@@ -235,15 +236,16 @@ class SharedChoice:
         # An odd number: not the rounds of the same streams each time.
         self._learn_at = self._num_rounds + (num_streams // _LEARNT_ROUNDS | 1)
         self.costs.add(done, way)
-        self._look_whether_known()
+        if not self.are_known:
+            self._gather()
         return True
 
-    def _look_whether_known(self) -> None:
-        if not self.are_known:
-            self.costs.know(*self._told())
-            self.are_known = self.costs.are_known
-            if self.are_known:
-                self._held.clear()
+    def _gather(self) -> None:
+        """What the services say of their costs; once enough is known, all ways are compared anew."""
+        self.costs.know(*self._told())
+        self.are_known = self.costs.are_known
+        if self.are_known:
+            self._held.clear()
 
     def add_settled(
         self, among: Among, way: Way, num_steps: int, num_tokens: int, elapsed_ns: int, is_plain: bool

@@ -52,7 +52,7 @@ _logger = logging.getLogger(__name__)
 
 class _Resource(Resource):
     """One whose hash is computed once: the exporter takes that of every span, which is JSON of all of it, and
-    nearly half of what encoding a span takes."""
+    a fifth of what encoding a span takes."""
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -275,8 +275,8 @@ class _RecordedSpan(Span):
 
 
 class _SampledSpan(Span):
-    """A child of a sampled span, without what the SDK's own has for other cases: a fifth of its cost (31 and
-    150 µs with twelve attributes, two slow cores).
+    """A child of a sampled span, without what the SDK's own has for other cases: a fifth of its cost (24 to
+    49 µs and 140 to 196 to begin, fill with twelve attributes and end one, nine turns on two slow cores).
 
     The SDK would ask a sampler whose answer is known, lock, copy and check each attribute, and keep three
     lists of bounded length.
