@@ -285,10 +285,9 @@ class BatchDrafter:
         if judged and not has_prompts:
             self._costs.add(size, step_ns)
         base_ns, (sequence_ns, token_ns) = self._costs.base, self._costs.rates
-        is_known = base_ns or sequence_ns or token_ns
         return Load(
             num_sequences=max(1, len(judged)),
-            base_ns=max(1, int(base_ns)) if is_known else 0,
+            base_ns=max(1, int(base_ns)) if base_ns or sequence_ns or token_ns else 0,
             sequence_ns=int(sequence_ns),
             token_ns=int(token_ns),
             prefill_ns=max(0, step_ns - int(self._costs.predict(size))) if has_prompts else 0,
@@ -301,11 +300,12 @@ class BatchDrafter:
         found: list[_Sequence | None] = []
         now = self._num_steps
         for row, likely in zip(rows, chain(self._rows, repeat(None)), strict=False):
-            sequence = None
+            sequence = likely if row is not None else None
             if row is not None:
                 known = row.token_ids[: row.num_tokens - row.num_new].tobytes()
-                left = (each for each in chain([likely], self._sequences) if each and each.seen_in != now)
-                sequence = next((each for each in left if each.known == known), None) or self._opened(row)
+                if sequence is None or sequence.known != known or sequence.seen_in == now:
+                    left = (each for each in self._sequences if each.known == known and each.seen_in != now)
+                    sequence = next(left, None) or self._opened(row)
                 sequence.seen_in = now
             found.append(sequence)
         return found

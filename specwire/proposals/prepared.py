@@ -78,6 +78,7 @@ class PreparedProposals:
             most_entries: of their supports together, likewise; None for no limit.
         """
         self._arrived: list[_Arrived] = []
+        self._dropped: list[_Arrived] = []  # freed later: that takes longer than to find one
         self._most = most
         self._most_entries = most_entries
 
@@ -86,6 +87,7 @@ class PreparedProposals:
 
     def add(self, path: Sequence[int], proposal: Proposal, origin: Any = None) -> None:
         """A proposal whose `base_len` is where the path begins."""
+        self._dropped = []
         self._arrived.append(_Arrived(proposal.base_len, path, proposal, origin))
         if len(self._arrived) > self._most:
             del self._arrived[0]
@@ -115,8 +117,10 @@ class PreparedProposals:
         """
         if not self._arrived:
             return None
+        self._dropped = self._arrived
         reached, self._arrived = self._agreeing(committed)
-        reached.sort(key=attrgetter("end_len"))
+        if len(reached) > 1:
+            reached.sort(key=attrgetter("end_len"))
         for each in reversed(reached):
             if (rest := each.rest(committed)).proposal.token_ids:
                 return rest
