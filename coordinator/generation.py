@@ -61,6 +61,8 @@ class Plan:
 
     def limit(self, proposal: Proposal) -> Proposal:
         """What the plan allows of a proposal that was made for an earlier one."""
+        if len(proposal.token_ids) <= self.num_draft_tokens and not (self.max_depth or proposal.leaves):
+            return proposal
         found = tree.within(proposal, self.num_wanted, self.num_steps)
         return chains.first(found, self.num_chains)
 
