@@ -111,6 +111,7 @@ class RoundCosts:
         self._num_proposals = 0
         self._load, self._told, self._target_told = Load(), Load(), Load()
         self._once_ns = Mean(0.0, num_rounds=_MANY_ROUNDS, least_rate=1 / _MANY_ROUNDS)
+        self._length = Mean(0.0, num_rounds=0, least_rate=1 / _MANY_ROUNDS)  # of what is committed
         self._round_tokens = Mean(1.0, num_rounds=1, least_rate=1 / _MANY_ROUNDS)
         self._queue_share = self._network_ns = self.mean_drafted = 0.0
         self._asked_share = {True: 0.0, False: 1.0}  # see `_goes_on`
@@ -132,6 +133,7 @@ class RoundCosts:
         """A round of any stream."""
         num_steps, cost = done.num_steps, done.draft_cost
         self._add_verify(done.verify_cost, way, num_steps)
+        self._length.add(done.proposal.base_len)
         if way.drafts:
             self._once_ns.add(self._prompt_ns(done))
             self._round_tokens.add(len(done.token_ids))
@@ -175,7 +177,7 @@ class RoundCosts:
         """Of one token."""
         return max(1.0, self._load.pass_ns(1, 1))
 
-    def alone_ns(self, num_streams: int) -> float:
+    def alone_ns(self, num_streams: float) -> float:
         """A pass of plain decoding, as measured before any draft ran beside it; 0 if it was not."""
         return self._target_told.pass_ns(num_streams, num_streams)
 
@@ -183,6 +185,12 @@ class RoundCosts:
     def once_ns(self) -> float:
         """What prompts take of the draft, by token that is written."""
         return self._once_ns.value / self._round_tokens.value
+
+    @property
+    def catch_up_ns(self) -> float:
+        """What the target's own draft takes for the texts of all streams, before it drafts for them."""
+        num_tokens = self.num_sequences * self._length.value
+        return self._load.own_draft_ns(0, num_tokens) * self._slowness
 
     @property
     def are_known(self) -> bool:
@@ -207,7 +215,8 @@ class RoundCosts:
         if self.is_drafted_by_target:
             width = _TREE_WIDTH if way.num_nodes else self._num_chains
             num_nodes = self.num_sequences * num_steps * width
-            return self._load.own_draft_ns(num_steps, num_nodes, is_hosted=way.num_nodes > 0)
+            ns = self._load.own_draft_ns(num_steps, num_nodes, is_hosted=way.num_nodes > 0)
+            return ns * self._slowness
         tried = self._proposals.get(way.num_nodes)
         if tried is not None and tried.are_known:
             return tried.draft.predict((num_steps, 1))
@@ -215,6 +224,21 @@ class RoundCosts:
         if self._proposals[CHAIN].are_known:
             return hosted_ns + self._proposals[CHAIN].draft.predict((num_steps, 1))
         return hosted_ns + self._told_ns(num_steps)
+
+    @property
+    def is_draft_measured(self) -> bool:
+        """Whether what drafts take was measured beside all else that runs, and not only alone."""
+        if self.is_drafted_by_target:
+            return self._load.draft_pass_ns != self._target_told.draft_pass_ns
+        return any(each.are_known for each in self._proposals.values())
+
+    @property
+    def _slowness(self) -> float:
+        """How much longer passes take than alone, where those of the draft were measured only then."""
+        alone_ns = self.alone_ns(self.num_sequences)
+        if self.is_draft_measured or not alone_ns:
+            return 1.0
+        return max(1.0, self._load.pass_ns(self.num_sequences, self.num_sequences) / alone_ns)
 
     def _told_ns(self, num_steps: float) -> float:
         """As the draft said: its first pass, and those after it, which may be a loop on its device."""

@@ -457,6 +457,30 @@ def test_rounds_before_the_first_draft_tokens_are_not_held_against_drafting() ->
     assert not any(each.measured_rate for each in shared.compared())
 
 
+@pytest.mark.parametrize(
+    ("draft_ns", "text_len", "drafts"),
+    [(300_000, 10, (True, True)), (3_000_000, 10, (False, True)), (3_000_000, 1000, (False, False))],
+    ids=["it promises much", "little", "little, and the draft has not run long texts"],
+)
+def test_costs_that_were_measured_alone_have_to_promise_much_at_first(
+    draft_ns: int, text_len: int, drafts: tuple[bool, bool]
+) -> None:
+    """Else the first block is plain, after which drafting is tried where a trial is not too dear."""
+    load = Load(base_ns=8_000_000, draft_pass_ns=draft_ns, draft_node_ns=20_000)
+    streams = range(16)
+    shared = SharedChoice(lambda: len(streams), told=lambda: (load, None))
+    planners = [AdaptiveLength(shared) for _ in streams]
+    found = []
+    for _ in range(50):
+        lengths = [planner.plan().num_draft_tokens for planner in planners]
+        found.append(any(lengths))
+        for planner, length in zip(planners, lengths, strict=True):
+            proposal = Proposal(text_len, [0] * length)
+            done = Round(proposal, Verdict(0, []), Outcome(range(length), 0), Cost(), Cost(load=load))
+            planner.observe(done, 8_000_000 + length * draft_ns)
+    assert (found[0], any(found)) == drafts
+
+
 def test_costs_are_learnt_and_old_ones_kept() -> None:
     model, rng = CostModel(2), np.random.default_rng(1)
 
