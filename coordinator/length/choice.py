@@ -309,8 +309,10 @@ class SharedChoice:
         ways = self._open(among)
         rates, covariance = self._rates(among, ways)
         merits = self._merits(ways, rates)
-        known = [i for i, way in enumerate(ways) if way in self._measured]
-        best = max(known, key=merits.__getitem__, default=int(np.argmax(merits)))
+        known: Sequence[int] = range(len(ways))
+        if self.costs.catch_up_ns:  # not for a promise alone
+            known = [i for i in known if ways[i] in self._measured] or known
+        best = max(known, key=merits.__getitem__)
         if held.best in ways and merits[best] - merits[ways.index(held.best)] < math.log(CHANGE_RATIO):
             best = ways.index(held.best)
         tried = self._worth_a_trial(ways, merits, covariance, best, held.block)

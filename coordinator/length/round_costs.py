@@ -227,10 +227,8 @@ class RoundCosts:
 
     @property
     def is_draft_measured(self) -> bool:
-        """Whether what drafts take was measured beside all else that runs, and not only alone."""
-        if self.is_drafted_by_target:
-            return self._load.draft_pass_ns != self._target_told.draft_pass_ns
-        return any(each.are_known for each in self._proposals.values())
+        """Whether what the target's own draft takes was measured beside all else, and not only alone."""
+        return not self.is_drafted_by_target or self._load.draft_pass_ns != self._target_told.draft_pass_ns
 
     @property
     def _slowness(self) -> float:
