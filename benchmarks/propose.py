@@ -58,18 +58,18 @@ def main() -> None:
         config = CoordinatorConfig(draft_address=service.ready(60.0), **numbers)
         target = ModelInfo(name="target", vocab_size=MODEL.vocab_size, context_len=CONTEXT_LEN)
         drafts = stack.enter_context(contextlib.closing(BatchDrafter(config, target, 8)))
-        engine, us, num_tokens = Sleeper(args.rows), [], 0
+        engine, us = Sleeper(args.rows), []
         for _ in range(args.steps):
             before_s = time.process_time()
             proposals = drafts.propose(engine.rows)
             took_s, counts = time.process_time() - before_s, drafts.take_counts()
             if counts.outcomes[CallOutcome.READY] == args.rows:
                 us.append(1e6 * took_s / args.rows)
-                num_tokens += counts.num_draft_tokens / args.rows
             engine.judge(proposals)
             time.sleep(args.pass_ms / 1e3)
-    steps = f"{len(us)} of {args.steps} steps, {num_tokens / len(us):.1f} tokens a row"
-    say(f"us a row: {summarise(us).text(1)}; {steps}")
+    if not us:
+        raise SystemExit("in no step all proposals were at hand: a longer --pass-ms")
+    say(f"us a row: {summarise(us).text(1)}; {len(us)} of {args.steps} steps")
 
 
 if __name__ == "__main__":

@@ -300,9 +300,9 @@ class BatchDrafter:
         found: list[_Sequence | None] = []
         now = self._num_steps
         for row, likely in zip(rows, chain(self._rows, repeat(None)), strict=False):
-            sequence = likely if row is not None else None
+            sequence = None
             if row is not None:
-                known = row.token_ids[: row.num_tokens - row.num_new].tobytes()
+                known, sequence = row.token_ids[: row.num_tokens - row.num_new].tobytes(), likely
                 if sequence is None or sequence.known != known or sequence.seen_in == now:
                     left = (each for each in self._sequences if each.known == known and each.seen_in != now)
                     sequence = next(left, None) or self._opened(row)

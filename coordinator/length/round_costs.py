@@ -177,7 +177,7 @@ class RoundCosts:
         """Of one token."""
         return max(1.0, self._load.pass_ns(1, 1))
 
-    def alone_ns(self, num_streams: float) -> float:
+    def alone_ns(self, num_streams: int) -> float:
         """A pass of plain decoding, as measured before any draft ran beside it; 0 if it was not."""
         return self._target_told.pass_ns(num_streams, num_streams)
 
@@ -190,7 +190,7 @@ class RoundCosts:
     def catch_up_ns(self) -> float:
         """What the target's own draft takes for the texts of all streams, before it drafts for them."""
         num_tokens = self.num_sequences * self._length.value
-        return self._load.own_draft_ns(0, num_tokens) * self._slowness
+        return self._load.own_draft_ns(0, num_tokens)
 
     @property
     def are_known(self) -> bool:
@@ -215,8 +215,7 @@ class RoundCosts:
         if self.is_drafted_by_target:
             width = _TREE_WIDTH if way.num_nodes else self._num_chains
             num_nodes = self.num_sequences * num_steps * width
-            ns = self._load.own_draft_ns(num_steps, num_nodes, is_hosted=way.num_nodes > 0)
-            return ns * self._slowness
+            return self._load.own_draft_ns(num_steps, num_nodes, is_hosted=way.num_nodes > 0)
         tried = self._proposals.get(way.num_nodes)
         if tried is not None and tried.are_known:
             return tried.draft.predict((num_steps, 1))
@@ -229,14 +228,6 @@ class RoundCosts:
     def is_draft_measured(self) -> bool:
         """Whether what the target's own draft takes was measured beside all else, and not only alone."""
         return not self.is_drafted_by_target or self._load.draft_pass_ns != self._target_told.draft_pass_ns
-
-    @property
-    def _slowness(self) -> float:
-        """How much longer passes take than alone, where those of the draft were measured only then."""
-        alone_ns = self.alone_ns(self.num_sequences)
-        if self.is_draft_measured or not alone_ns:
-            return 1.0
-        return max(1.0, self._load.pass_ns(self.num_sequences, self.num_sequences) / alone_ns)
 
     def _told_ns(self, num_steps: float) -> float:
         """As the draft said: its first pass, and those after it, which may be a loop on its device."""
