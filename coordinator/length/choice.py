@@ -149,7 +149,7 @@ class SharedChoice:
     """Learns from the rounds of all streams of a coordinator, and chooses for them. Times in nanoseconds.
 
     Attributes:
-        acceptances: by nodes of a tree, 0 for chains.
+        acceptances: of shapes that were tried, by nodes of a tree, 0 for chains.
         are_known: whether costs are, so that there is a choice.
         num_trials: begun so far.
         why_not: the case against drafting by the latest figures, for rounds that are planned without.
@@ -174,7 +174,7 @@ class SharedChoice:
     ) -> None:
         self._num_running, self._may_prepare, self._num_outcomes = num_streams, may_prepare, num_outcomes
         self._told = told
-        self.acceptances = {nodes: SharedAcceptance() for nodes in (CHAIN, *TREES)}
+        self.acceptances: dict[int, SharedAcceptance] = {}
         self.costs, self._deviations, self.are_known = RoundCosts(num_chains), Deviations(), False
         self._amongs: dict[tuple[Any, ...], Among] = {}
         self._held: dict[Among, _Held] = {}
@@ -188,6 +188,13 @@ class SharedChoice:
         self.why_not = ""
 
     # --- for planners -------------------------------------------------------------------------------
+
+    def acceptance(self, num_nodes: int) -> SharedAcceptance:
+        """Of a shape that is tried now."""
+        if num_nodes not in self.acceptances:
+            tried, ratio = self._like(num_nodes)
+            self.acceptances[num_nodes] = tried.of_trees(ratio)
+        return self.acceptances[num_nodes]
 
     def among(self, *, has_trees: bool = False, most: int = MAX_CHOSEN) -> Among:
         """What a stream chooses from whose length is not fixed."""
@@ -386,7 +393,8 @@ class SharedChoice:
             rates = [-math.log(self._slowness[way] * self.costs.round_ns(way, among.most)) for way in ways]
         else:
             rates = [math.log(self._expected_rate(way, among.most)) for way in ways]
-        known = [self.acceptances[way.num_nodes].num_added / _KNOWN_ROUNDS for way in ways]
+        tried = [self.acceptances.get(way.num_nodes) for way in ways]
+        known = [0.0 if each is None else each.num_added / _KNOWN_ROUNDS for each in tried]
         unknown = [way.drafts * _UNKNOWN**2 / (1 + each) for way, each in zip(ways, known, strict=True)]
         return rates, covariance[1:, 1:] + np.diag(unknown)
 
@@ -419,11 +427,18 @@ class SharedChoice:
             return MAX_CHOSEN
         return best_length(tokens, [self.costs.round_ns(way, n) for n in range(MAX_CHOSEN + 1)], least=1)
 
+    def _like(self, num_nodes: int) -> tuple[SharedAcceptance, float]:
+        """Of a shape, or of the one that is known best, and how many times as many nodes are asked for."""
+        if not self.acceptances:
+            return SharedAcceptance(), max(1, num_nodes)
+        rounds = {nodes: each.num_added for nodes, each in self.acceptances.items()}
+        known = num_nodes if num_nodes in rounds else max(rounds, key=rounds.__getitem__)
+        return self.acceptances[known], max(1, num_nodes) / max(1, known)
+
     def _tokens(self, num_nodes: int) -> list[float]:
-        """Of a shape; a tree that was never tried is believed to be like the nearest one, or a chain."""
-        tried = [nodes for nodes in TREES if self.acceptances[nodes].num_added] if num_nodes else []
-        nearest = min(tried, key=lambda nodes: max(nodes / num_nodes, num_nodes / nodes), default=CHAIN)
-        return self.acceptances[nearest].tokens()
+        """Of a round with 0, 1, ... draft tokens one after another, as a shape has them."""
+        tried, ratio = self._like(num_nodes)
+        return tried.tokens(ratio)
 
     def _num_streams_changed(self, held: _Held) -> bool:
         before, now = held.num_streams, self._num_streams
@@ -502,7 +517,7 @@ class SharedChoice:
         measured beside plain decoding."""
         if not self.are_known:
             return ""
-        share, tokens = self.costs.proposal_share(Way(True)), self.acceptances[CHAIN].tokens()
+        share, tokens = self.costs.proposal_share(Way(True)), self._tokens(CHAIN)
         parts = [f"a proposal takes {share:.1f} of a pass"] if round(share, 1) else []
         length = min(max(1, round(self.costs.mean_drafted)), len(tokens) - 1)
         parts.append(f"{tokens[length] - 1:.1f} of its tokens are accepted")

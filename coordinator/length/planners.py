@@ -85,7 +85,7 @@ class _Observer:
 
     def __init__(self, shared: SharedChoice) -> None:
         self._shared = shared
-        self._texts: dict[int, OwnAcceptance] = {}
+        self._own: OwnAcceptance | None = None
         self._way: Way | None = None
         self._num_rounds = 0  # under this way
 
@@ -98,9 +98,11 @@ class _Observer:
 
     def _text(self, num_nodes: int) -> OwnAcceptance:
         """What is believed of the stream's text, for a shape of proposals."""
-        if num_nodes not in self._texts:
-            self._texts[num_nodes] = OwnAcceptance(self._shared.acceptances[num_nodes])
-        return self._texts[num_nodes]
+        shared = self._shared.acceptance(num_nodes)
+        if self._own is None:
+            self._own = OwnAcceptance(shared)
+        self._own.shared = shared
+        return self._own
 
     def observe(self, done: Round, elapsed_ns: int) -> None:
         """See `generation.Planner`."""

@@ -34,6 +34,18 @@ def test_what_is_reached_begins_at_one_and_falls() -> None:
         assert reached[-1] >= 0
 
 
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.9])
+def test_trees_are_believed_to_accept_more_until_they_were_judged(alpha: float) -> None:
+    chains = SharedAcceptance()
+    train(chains, [alpha], 300)
+    small, large = chains.of_trees(16), chains.of_trees(64)
+    assert chains.tokens()[4] < small.tokens()[4] < large.tokens()[4] < 5
+    assert small.tokens()[4] == pytest.approx(chains.tokens(16)[4], rel=0.05)
+    assert large.of_trees(1 / 64).tokens()[4] == pytest.approx(chains.tokens()[4], rel=0.1)
+    train(large, [alpha], 300)
+    assert large.tokens()[4] == pytest.approx(chains.tokens()[4], rel=0.05)
+
+
 @pytest.mark.parametrize("alpha", [0.1, 0.3, 0.6, 0.8, 0.95])
 def test_where_all_texts_are_alike_it_is_the_closed_form(alpha: float) -> None:
     """P(at least k accepted) = α^k; on the average of what is believed at any time."""

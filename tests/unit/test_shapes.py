@@ -65,9 +65,17 @@ def test_where_tokens_of_a_pass_cost_nothing_there_are_trees() -> None:
     assert machine.shared.chosen.num_nodes in TREES
 
 
+@pytest.mark.parametrize(("token_ns", "is_tree"), [(20_000, True), (12_000_000, False)])
+def test_the_first_round_is_a_tree_where_that_promises_more(token_ns: int, is_tree: bool) -> None:
+    """Before anything is judged: a tree accepts more than a chain as deep."""
+    load = Load(base_ns=30_000_000, token_ns=token_ns, draft_pass_ns=2_000_000, draft_node_ns=20_000)
+    shared = SharedChoice(lambda: 1, told=lambda: (load, None))
+    assert bool(AdaptiveLength(shared, has_trees=True).plan().max_depth) is is_tree
+
+
 def test_where_every_token_costs_there_are_chains() -> None:
-    """A node costs a tenth of a pass: 16 of them are worth less than they take. Trials are few."""
-    machine = Machine(token=3e6)
+    """A node costs a fifth of a pass: 16 of them are worth less than they take. Trials are few."""
+    machine = Machine(token=6e6)
     machine.run(1500)
     rounds = machine.run(1500)
     assert rounds[CHAIN] > 0.9 * rounds.total()
