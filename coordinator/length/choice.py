@@ -317,7 +317,7 @@ class SharedChoice:
         rates, covariance = self._rates(among, ways)
         merits = self._merits(ways, rates)
         known: Sequence[int] = range(len(ways))
-        if self.costs.catch_up_ns:  # not for a promise alone
+        if self.costs.is_drafted_by_target:  # not for a promise alone
             known = [i for i in known if ways[i] in self._measured] or known
         best = max(known, key=merits.__getitem__)
         if held.best in ways and merits[best] - merits[ways.index(held.best)] < math.log(CHANGE_RATIO):
@@ -351,12 +351,13 @@ class SharedChoice:
         A trial that is too dear now is saved up for: a cheaper one is worth less.
         """
         block_s, round_s = block.time_ns / 1e9 / self._num_streams, block.time_ns / 1e9 / block.num_rounds
+        takes_turns = self.costs.is_drafted_by_target or not self._may_prepare()
         worth, tried, cost = 0.0, best, 0.0
         for i, rate in enumerate(rates):
             spread = math.sqrt(max(0.0, covariance[i, i] + covariance[best, best] - 2 * covariance[i, best]))
             gain = _expected_excess(rate - rates[best], spread)
             loss = (gain - (rate - rates[best])) * block_s + _SWITCH_ROUNDS * round_s
-            if ways[i].drafts != block.way.drafts:  # now, or when it drafts again
+            if takes_turns and ways[i].drafts != block.way.drafts:  # now, or when it drafts again
                 loss += self.costs.catch_up_ns / 1e9
             if i != best and _HORIZON_S * gain - loss > worth:
                 worth, tried, cost = _HORIZON_S * gain - loss, i, loss

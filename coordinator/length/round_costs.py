@@ -188,9 +188,11 @@ class RoundCosts:
 
     @property
     def catch_up_ns(self) -> float:
-        """What the target's own draft takes for the texts of all streams, before it drafts for them."""
+        """What the draft takes for the texts of all streams, before it drafts for them."""
         num_tokens = self.num_sequences * self._length.value
-        return self._load.own_draft_ns(0, num_tokens)
+        if self.is_drafted_by_target:
+            return self._load.own_draft_ns(0, num_tokens)
+        return self._told.pass_ns(self.num_sequences, num_tokens)
 
     @property
     def are_known(self) -> bool:

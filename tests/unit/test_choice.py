@@ -481,6 +481,26 @@ def test_costs_that_were_measured_alone_have_to_promise_much_at_first(
     assert (found[0], any(found)) == drafts
 
 
+@pytest.mark.parametrize(("text_len", "is_tried"), [(10, True), (20_000, False)])
+def test_a_draft_that_takes_turns_with_the_target_runs_texts_first(text_len: int, is_tried: bool) -> None:
+    """So a trial of it is as dear as texts are long, wherever it runs."""
+    target, draft = Load(base_ns=8_000_000, token_ns=10_000), Load(base_ns=6_000_000, token_ns=100_000)
+    shared = SharedChoice(
+        lambda: 4, num_outcomes=None, may_prepare=lambda: False, told=lambda: (target, draft)
+    )
+    planners, found = [AdaptiveLength(shared) for _ in range(4)], []
+    for _ in range(400):
+        lengths = [planner.plan().num_draft_tokens for planner in planners]
+        found.append(any(lengths))
+        for planner, length in zip(planners, lengths, strict=True):
+            wall_ns = 6_000_000 * length
+            asked = Cost(CallOutcome.ASKED, wall_ns=wall_ns, forward_ns=wall_ns, num_prefill_tokens=1)
+            proposal = Proposal(text_len, [0] * length)
+            done = Round(proposal, Verdict(0, []), Outcome(range(0), 0), asked, Cost(load=target))
+            planner.observe(done, 8_000_000 + wall_ns)
+    assert any(found) is is_tried
+
+
 def test_costs_are_learnt_and_old_ones_kept() -> None:
     model, rng = CostModel(2), np.random.default_rng(1)
 
