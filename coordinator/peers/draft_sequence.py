@@ -78,6 +78,11 @@ class DraftSequence:
         is_late = self._num_answered < self._num_abandoned
         return (clock.stopwatch_ns() - self._asked_ns) / 1e9 if is_late else 0.0
 
+    def num_prefill_tokens(self, committed: Sequence[int]) -> int:
+        """Committed tokens that the draft has to run before it drafts: neither sent nor proposed before."""
+        token_ids = committed[self.num_sent_tokens :]
+        return len(token_ids) - tree.num_in_common(self._last_proposed, token_ids)
+
     def abandon(self) -> None:
         """Stop waiting for the last answer; it is late from now on."""
         self._num_abandoned = self._num_requests
@@ -99,7 +104,8 @@ class DraftSequence:
         """
         if self.error is not None:
             raise self.error
-        token_ids = self._put(committed, plan, preparation, traceparent)
+        num_prefill_tokens = self.num_prefill_tokens(committed)
+        self._put(committed, plan, preparation, traceparent)
         self._asked_id, self._asked_ns = self._num_requests, clock.stopwatch_ns()
         due_ns = self._asked_ns + timeout_s * 1e9
         while (found := self.prepared.take(committed)) is None:
@@ -110,10 +116,8 @@ class DraftSequence:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._waits.of(self._arrival, timeout_s)
             timeout_s = (due_ns - clock.stopwatch_ns()) / 1e9
-        num_drafted = tree.num_in_common(self._last_proposed, token_ids)
         self._last_proposed = found.proposal
         answered = self._num_answered == self._asked_id
-        num_prefill_tokens = len(token_ids) - num_drafted
         cost = self._cost_of_answer if answered else self._cost_of_pushed
         return found.proposal, cost(found.origin, num_prefill_tokens)
 
@@ -161,15 +165,12 @@ class DraftSequence:
         plan: Plan,
         preparation: Preparation | None,
         traceparent: str,
-    ) -> Sequence[int]:
-        """Send a request; returns the tokens that it commits."""
+    ) -> None:
         base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
         self._num_requests += 1
-        token_ids = committed[base_len:]
-        asked = self._sequence_id, self._num_requests, base_len, token_ids
+        asked = self._sequence_id, self._num_requests, base_len, committed[base_len:]
         wanted = plan.num_draft_tokens, plan.max_depth, preparation
         self._link.put(DraftOrder(*asked, *wanted, traceparent, plan.num_chains))
-        return token_ids
 
     def received(self, answer: DraftAnswer | PreparedAnswer, num_bytes: int) -> None:
         proposal = answer.proposal

@@ -32,8 +32,6 @@ from specwire.telemetry import tracing
 from specwire.text.grammar import LONGEST_MASK_S
 
 _RETRY_AFTER_MS = 1000
-_MAX_COST_RATIO = 8.0
-"""A proposal that takes so many times its expected cost is not waited for, whatever it saves."""
 _HUNG_AFTER_WAITS = 5.0
 """A draft that has not answered for so many of its longest waits counts as lost."""
 
@@ -245,10 +243,10 @@ class RemoteDrafter:
         if sequence.late_s > _HUNG_AFTER_WAITS * self._longest_wait_s:
             waited_ms = _HUNG_AFTER_WAITS * self._longest_wait_s * 1e3
             raise ServiceUnavailableError(f"no proposal within {waited_ms:.0f} ms")
-        expected_s = replica.longest_s(plan.num_steps, len(committed) - sequence.num_sent_tokens)
-        self._longest_wait_s = max(self._timeout_s, _MAX_COST_RATIO * expected_s)
+        longest_s = replica.longest_s(plan.num_steps, sequence.num_prefill_tokens(committed))
+        self._longest_wait_s = max(self._timeout_s, longest_s)
         patience_s = plan.patience_s
-        if not replica.is_proven:  # since it was lost: it is sent the request, and not waited for
+        if not replica.is_proven:  # it is sent the request, and not waited for
             patience_s = 0.0
             if self._waits_for_masks:
                 plan = Plan(0)
@@ -266,6 +264,7 @@ class RemoteDrafter:
             )
         except TimeoutError:
             sequence.abandon()
+            replica.is_overdue = replica.is_overdue or patience_s >= self._longest_wait_s
             if self._waits_for_masks and plan.num_draft_tokens:
                 raise ServiceUnavailableError(f"no proposal within {patience_s * 1e3:.0f} ms") from None
             waited_ns = clock.stopwatch_ns() - started_ns

@@ -155,8 +155,8 @@ class Pool:
     ) -> Replica | None:
         """The available replica at which to open a stream of a sequence with these tokens, if any.
 
-        A replica that was lost and has not answered since gets one stream at a time; more only if the service
-        is needed and no other replica is available.
+        A replica that was lost or overdue and has not answered since gets one stream at a time; more only if
+        the service is needed and no other replica is available.
 
         Args:
             salt: only streams of the same salt share prefixes.

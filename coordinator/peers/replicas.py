@@ -25,6 +25,8 @@ _MAX_KNOWN_PAGES = 1 << 14
 _SLACK_RATIO = 1.5
 _SLACK_STREAMS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MAX_COST_RATIO = 8.0
+"""A proposal that takes so many times what others took is not waited for, whatever it saves."""
 
 
 class Replica(abc.ABC):
@@ -43,6 +45,7 @@ class Replica(abc.ABC):
         num_held_pages, num_pages: of its KV cache, held by sequences and in all, as it last reported.
         num_lost: how often it was lost after it had been available.
         num_failures: how often it was lost since it last answered a request.
+        is_overdue: whether a proposal was waited for as long as one may take, and nothing arrived since.
         last_used: number of the last stream opened there, among all of its pool.
         on_change: called when `unavailable` becomes empty or non-empty, and after the first handshake.
     """
@@ -53,7 +56,7 @@ class Replica(abc.ABC):
         self.info: ModelInfo | None = None
         self.unavailable = "has not answered yet"
         self.incompatibility: Exception | None = None
-        self.was_contacted = self.is_leaving = False
+        self.was_contacted = self.is_leaving = self.is_overdue = False
         self.num_streams = self.num_other_streams = self.num_lost = self.num_failures = 0
         self.num_held_pages = self.num_pages = 0
         self._costs = CostModel(2)
@@ -71,8 +74,9 @@ class Replica(abc.ABC):
 
     @property
     def is_proven(self) -> bool:
-        """Whether it has answered a request since it was last lost. A handshake does not prove its device."""
-        return not self.num_failures
+        """Whether it has answered a request since it was last lost or overdue. A handshake does not prove its
+        device."""
+        return not (self.num_failures or self.is_overdue)
 
     def link(self) -> Link:
         """The stream for new sequences; another one after it was lost."""
@@ -95,7 +99,7 @@ class Replica(abc.ABC):
         key = num_steps, num_prefill_tokens
         found = self._bounds_s.get(key)
         if found is None:
-            found = self._bounds_s[key] = self._costs.bound(key) / 1e9
+            found = self._bounds_s[key] = self._costs.bound(key, _MAX_COST_RATIO) / 1e9
         return found
 
     def learn(self, num_steps: int, num_prefill_tokens: int, wall_ns: int, message_number: int) -> None:
@@ -141,8 +145,8 @@ class Replica(abc.ABC):
 
     def mark_proven(self) -> None:
         """It answered a request, so its device works."""
-        if self.num_failures:
-            self.num_failures = 0
+        if not self.is_proven:
+            self.num_failures, self.is_overdue = 0, False
             self.on_change()
 
     def mark_incompatible(self, error: Exception) -> None:

@@ -15,6 +15,7 @@ from coordinator.generation import Plan
 from coordinator.length.planners import AdaptiveLength
 from coordinator.peers import drafter
 from coordinator.peers.draft_sequence import DraftSequence
+from coordinator.peers.replicas import Replica
 from specwire import Grammar, Rule, SamplingParams
 from specwire.config.link import Link
 from specwire.engine.grammars.matcher import GrammarMatcher
@@ -92,7 +93,7 @@ def test_no_late_proposal_is_kept(
         slow_masks()
         with monkeypatch.context() as patch:
             patch.setattr(drafter, "LONGEST_MASK_S", 0.01)
-            patch.setattr(drafter, "_MAX_COST_RATIO", 0.0)
+            patch.setattr(Replica, "longest_s", lambda *_: 0.0)
             reason = generate().speculation.draft_unavailable
         assert params.matches_tokens or "no proposal within" in reason
         assert stack.draft_proxy is not None

@@ -108,6 +108,14 @@ class TestTrials:
         assert pool.choose([1]) is replica
 
 
+def test_a_longer_prompt_may_take_so_many_times_longer_or_eight_times_as_long() -> None:
+    """Whichever is more: costs have a part that does not grow."""
+    replica = Fake("a")
+    replica.learn(4, 2, 10_000_000, message_number=1)
+    found = [replica.longest_s(*size) for size in ((4, 1), (4, 2), (4, 12), (4, 26), (8, 26))]
+    assert found == pytest.approx([0.08, 0.08, 0.08, 0.13, 0.26])
+
+
 class TestOutages:
     """How long clients are told to wait, which is what a restart took before."""
 

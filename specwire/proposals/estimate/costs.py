@@ -83,11 +83,12 @@ class CostModel:
         expected: float = self.base + sum(map(operator.mul, self.rates, features))
         return expected
 
-    def bound(self, features: Sequence[float]) -> float:
+    def bound(self, features: Sequence[float], margin: float = 1.0) -> float:
         """An upper estimate of the cost from the observations; 0 before the first one.
 
-        At least the cost of the cheapest sample that is at least as large in every feature. Beyond the
-        largest samples the estimate grows in proportion, for each feature that is larger.
+        `margin` times the cost of the cheapest sample that is at least as large in every feature. Beyond the
+        largest samples the estimate grows in proportion, for each feature that is larger, once that is more
+        than the margin: costs have a part that does not grow.
         """
         samples = self._samples.values()
         if not samples:
@@ -96,7 +97,7 @@ class CostModel:
         seen = min(larger) if larger else max(s.cost for s in samples)
         largest = [max(s.features[i] for s in samples) for i in range(len(features))]
         ratio = math.prod(max(1.0, f / max(1.0, most)) for f, most in zip(features, largest, strict=True))
-        return ratio * max(self.predict(features), seen)
+        return max(margin, ratio) * max(self.predict(features), seen)
 
     def _fit(self) -> None:
         samples = [*self._samples.values()]
