@@ -9,25 +9,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-_stopwatch_ns: Callable[[], int] = time.perf_counter_ns
-
-
-def stopwatch_ns() -> int:
-    """Monotonic time in nanoseconds, for durations and deadlines: the date can jump."""
-    return _stopwatch_ns()
+stopwatch_ns: Callable[[], int] = time.perf_counter_ns
+"""Monotonic time in nanoseconds, for durations and deadlines: the date can jump."""
 
 
 def epoch_ns(at_ns: int) -> int:
     """Converts a stopwatch time to nanoseconds since 1970."""
-    return time.time_ns() - _stopwatch_ns() + at_ns
+    return time.time_ns() - stopwatch_ns() + at_ns
 
 
 @contextlib.contextmanager
 def simulated(now_ns: Callable[[], int]) -> Iterator[None]:
     """Take the time from `now_ns` while the body runs; it is replaced for the whole process."""
-    global _stopwatch_ns
-    before, _stopwatch_ns = _stopwatch_ns, now_ns
+    global stopwatch_ns
+    before, stopwatch_ns = stopwatch_ns, now_ns
     try:
         yield
     finally:
-        _stopwatch_ns = before
+        stopwatch_ns = before

@@ -60,7 +60,6 @@ class Replica(abc.ABC):
         self.num_streams = self.num_other_streams = self.num_lost = self.num_failures = 0
         self.num_held_pages = self.num_pages = 0
         self._costs = CostModel(2)
-        self._bounds_s: dict[tuple[int, int], float] = {}
         self._learnt_from = 0
         self._not_before_s = 0.0
         self.last_used = 0
@@ -96,11 +95,7 @@ class Replica(abc.ABC):
 
     def longest_s(self, num_steps: int, num_prefill_tokens: int) -> float:
         """How long a proposal may take by what others took, in seconds; 0 before the first one."""
-        key = num_steps, num_prefill_tokens
-        found = self._bounds_s.get(key)
-        if found is None:
-            found = self._bounds_s[key] = self._costs.bound(key, _MAX_COST_RATIO) / 1e9
-        return found
+        return self._costs.bound((num_steps, num_prefill_tokens), _MAX_COST_RATIO) / 1e9
 
     def learn(self, num_steps: int, num_prefill_tokens: int, wall_ns: int, message_number: int) -> None:
         """A proposal took so long. All that came in one message were made together: the first one counts."""
@@ -108,7 +103,6 @@ class Replica(abc.ABC):
             return
         self._learnt_from = message_number
         self._costs.add((num_steps, num_prefill_tokens), max(1, wall_ns))
-        self._bounds_s.clear()
 
     def mark_ready(self, info: ModelInfo) -> None:
         """A handshake succeeded: new streams may go there, after its pause if it has one."""

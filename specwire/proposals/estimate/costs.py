@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +21,13 @@ _ASSUMED_WEIGHT = 0.1
 """Of a cost that was measured before the first observation, beside the latest ones."""
 
 
+@dataclass(slots=True)
 class _Sample:
-    """An exponential moving average of similar observations."""
+    """An exponential moving average of similar observations, and the number of the last one."""
 
-    __slots__ = ("cost", "features", "last")
-
-    def __init__(self, features: Sequence[float], cost: float, number: int) -> None:
-        self.features, self.cost, self.last = list(features), cost, number
-
-    def add(self, features: Sequence[float], cost: float, number: int) -> None:
-        cost = min(cost, _MAX_JUMP * self.cost)  # a single pause of the machine is an outlier
-        self.features = [old + _RATE * (new - old) for old, new in zip(self.features, features, strict=True)]
-        self.cost += _RATE * (cost - self.cost)
-        self.last = number
+    features: Sequence[float]
+    cost: float
+    last: int
 
 
 class CostModel:
@@ -52,6 +47,7 @@ class CostModel:
         self._assumed: list[_Sample] = []
         self._assumed_terms = np.zeros(1 + num_features)
         self._num_added = 0
+        self._bounds: dict[tuple[float, ...], float] = {}  # by features and margin, since the last fit
         self.base = 0.0
         self.rates = (0.0,) * num_features
 
@@ -74,7 +70,11 @@ class CostModel:
                 cost = min(cost, _MAX_JUMP * max(1.0, self.predict(features)))
             self._samples[key] = _Sample(features, cost, self._num_added)
         else:
-            sample.add(features, cost, self._num_added)
+            pairs = zip(sample.features, features, strict=True)
+            sample.features = [old + _RATE * (new - old) for old, new in pairs]
+            # A single pause of the machine is an outlier.
+            sample.cost += _RATE * (min(cost, _MAX_JUMP * sample.cost) - sample.cost)
+            sample.last = self._num_added
         if sample is None or self._num_added % min(_REFIT_EVERY, 1 + self._num_added // 4) == 0:
             self._fit()
 
@@ -90,6 +90,13 @@ class CostModel:
         largest samples the estimate grows in proportion, for each feature that is larger, once that is more
         than the margin: costs have a part that does not grow.
         """
+        key = *features, margin
+        found = self._bounds.get(key)
+        if found is None:
+            found = self._bounds[key] = self._bound(features, margin)
+        return found
+
+    def _bound(self, features: Sequence[float], margin: float) -> float:
         samples = self._samples.values()
         if not samples:
             return 0.0
@@ -100,6 +107,7 @@ class CostModel:
         return max(margin, ratio) * max(self.predict(features), seen)
 
     def _fit(self) -> None:
+        self._bounds.clear()
         samples = [*self._samples.values()]
         weights = [_OLD ** (self._num_added - sample.last) for sample in samples]
         level = 1.0

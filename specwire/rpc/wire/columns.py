@@ -49,13 +49,6 @@ def split(entries: Sequence[Entry], counts: Sequence[int]) -> list[Sequence[Entr
     return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def check_lengths(message: Any, num_entries: int, *names: str) -> None:
-    """Refuse columns without one entry for each request."""
-    for name in names:
-        if len(getattr(message, name)) != num_entries:
-            raise InvalidRequestError(name, len(getattr(message, name)), f"must have {num_entries} entries")
-
-
 def add(message: Any, nouns: Sequence[Any], attributes: Mapping[str, str]) -> None:
     """Columns that have, by their names, this attribute of each noun."""
     for name, attribute in attributes.items():
@@ -63,9 +56,12 @@ def add(message: Any, nouns: Sequence[Any], attributes: Mapping[str, str]) -> No
 
 
 def read(message: Any, num_entries: int, names: Collection[str]) -> list[Sequence[Any]]:
-    """These columns, in this order."""
-    check_lengths(message, num_entries, *names)
-    return [getattr(message, name) for name in names]
+    """These columns, in this order, once each is found to have so many entries."""
+    found: list[Sequence[Any]] = [getattr(message, name) for name in names]
+    for name, column in zip(names, found, strict=True):
+        if len(column) != num_entries:
+            raise InvalidRequestError(name, len(column), f"must have {num_entries} entries")
+    return found
 
 
 def add_unusual(message: Any, name: str, entries: Sequence[Any], usual: Any = 0) -> None:
@@ -76,11 +72,7 @@ def add_unusual(message: Any, name: str, entries: Sequence[Any], usual: Any = 0)
 
 def read_unusual(message: Any, name: str, num_entries: int, usual: Any = 0) -> Sequence[Any]:
     """The same column of a message."""
-    found: Sequence[Any] = getattr(message, name)
-    if not found:
-        return [usual] * num_entries
-    check_lengths(message, num_entries, name)
-    return found
+    return read(message, num_entries, [name])[0] if getattr(message, name) else [usual] * num_entries
 
 
 def add_lists(message: Any, lens_name: str, name: str, lists: Sequence[Sequence[int]], dtype: str) -> None:
@@ -91,8 +83,7 @@ def add_lists(message: Any, lens_name: str, name: str, lists: Sequence[Sequence[
 
 def read_lists(message: Any, num_lists: int, lens_name: str, name: str, dtype: str) -> tuple[list[int], Any]:
     """How many entries each list has, and the entries of all, as an array."""
-    check_lengths(message, num_lists, lens_name)
-    counts = list(getattr(message, lens_name))
+    counts = list(read(message, num_lists, [lens_name])[0])
     if min(counts, default=0) < 0:
         raise InvalidRequestError(lens_name, min(counts), "must be at least 0")
     return counts, unpack(name, getattr(message, name), sum(counts), dtype)

@@ -23,6 +23,7 @@ NO_ID = 2**32 - 1
 """Padding of a support."""
 SUM_TOLERANCE = 1e-3
 """Of a distribution: float32 probabilities of 150,000 tokens add up to 1 within 1e-4."""
+_NO_IDS, _NO_PROBS = np.empty(0, "<u4"), np.empty(0, "<f4")
 
 
 def to_proto(
@@ -141,6 +142,8 @@ class _TokenColumns(NamedTuple):
     @classmethod
     def of(cls, message: common_pb2.Proposals, token_ids: IntArray, *, with_probs: bool) -> _TokenColumns:
         """All of a message, checked as columns."""
+        if not (message.support_lens or message.support_token_ids or message.support_probs):
+            return cls(token_ids, (), (0,), _NO_IDS, _NO_PROBS)
         num = len(token_ids) if message.support_lens else 0
         sent_lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
         ends = np.cumsum(sent_lens)

@@ -241,7 +241,7 @@ def _next_from_proto(
     num = len(message.sequence_ids)
     if not message.HasField("next"):
         return [None] * num
-    columns.check_lengths(message.continuations, num, "ahead_ids")
+    columns.read(message.continuations, num, ["ahead_ids"])
     base_lens = [
         base_len + each.outcome.num_accepted + 1
         for base_len, each in zip(message.base_lens, continuations, strict=True)
@@ -343,10 +343,10 @@ def _split_logprobs(
 ) -> Sequence[Sequence[Logprobs]]:
     if not message.has_logprobs:
         return [()] * len(num_rows)
-    columns.check_lengths(message, len(num_rows), "has_logprobs")
-    counts = [num if has else 0 for num, has in zip(num_rows, message.has_logprobs, strict=True)]
-    columns.check_lengths(message, sum(counts), "logprobs")
-    return columns.split([*map(_logprobs_from_proto, message.logprobs)], counts)
+    [has_logprobs] = columns.read(message, len(num_rows), ["has_logprobs"])
+    counts = [num if has else 0 for num, has in zip(num_rows, has_logprobs, strict=True)]
+    [found] = columns.read(message, sum(counts), ["logprobs"])
+    return columns.split([*map(_logprobs_from_proto, found)], counts)
 
 
 def _logprobs_to_proto(entry: Logprobs) -> verify_pb2.PositionLogprobs:
