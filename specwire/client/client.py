@@ -316,7 +316,7 @@ class Client:
         self._closing = threading.Lock()
         self._calling = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="specwire-client", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="specwire-client", daemon=True)
         self._thread.start()
         options = {"timeout_s": timeout_s, "retry": retry, "tls": tls, "token": token, "tracer": tracer}
         options["allow_plaintext"] = allow_plaintext
@@ -324,7 +324,6 @@ class Client:
             self._client: AsyncClient = self._run(_call(AsyncClient, address, **options))
         except BaseException:
             self._end_thread()
-            self._loop.close()
             raise
 
     def __enter__(self) -> Self:
@@ -342,8 +341,12 @@ class Client:
             with self._calling:  # calls that came before are on the loop, and none comes after
                 self._closed = True
             self._end_thread()
-            self._cancel_late_calls()
-            self._loop.close()
+
+    def _serve(self) -> None:
+        """On a thread of its own: where the caller has a loop, as in a notebook, no other one may run."""
+        self._loop.run_forever()
+        self._cancel_late_calls()
+        self._loop.close()
 
     def _end_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -220,6 +220,13 @@ class TestLife:
             client.get_status()
         assert threading.active_count() == before
 
+    async def test_it_ends_where_a_loop_runs(self, stack: LocalStack) -> None:
+        """As in a notebook; its calls block that loop."""
+        before = threading.active_count()
+        with Client(stack.address) as client:
+            client.get_status()
+        assert threading.active_count() == before
+
     def test_threads_share_one_client(self, client: Client) -> None:
         def generate(seed: int) -> Completion:
             return client.generate(PROMPT, SamplingParams(max_tokens=30, seed=seed))

@@ -322,10 +322,6 @@ def test_a_length_follows_from_values(
     assert choose(tokens, prospects, last, least=least, prepares=prepares) == expected
 
 
-def test_a_fixed_length_is_fixed() -> None:
-    assert FixedLength(5, SharedChoice(lambda: 1)).plan() == Plan(5)
-
-
 @pytest.mark.parametrize("accident", [4.0, 30.0])
 def test_after_an_accident_speculation_is_soon_tried_again(accident: float) -> None:
     machine = Machine(4, **CHEAP)

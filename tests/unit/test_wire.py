@@ -37,7 +37,7 @@ from specwire.core import (
     Timings,
     Verdict,
 )
-from specwire.errors import InvalidRequestError, SpecwireError
+from specwire.errors import InternalError, InvalidRequestError, SpecwireError
 from specwire.rpc.statuses import from_rpc_error, to_status
 from specwire.rpc.wire import client as client_wire
 from specwire.rpc.wire import columns, proposals
@@ -408,6 +408,14 @@ ERRORS = [
     ),
 ]
 """One of each kind, and one that says when to try again."""
+
+
+@pytest.mark.parametrize("name", ["finish_reason", "rule"])
+def test_what_a_later_version_says_is_refused_by_name(name: str) -> None:
+    message = generation_pb2.Completion(finish_reason=1, rule=1)  # type: ignore[arg-type]
+    setattr(message, name, 99)
+    with pytest.raises(InternalError, match=f"{name} 99 of the coordinator is not known"):
+        client_wire.completion_from_proto(message, [])
 
 
 class TestErrors:

@@ -22,7 +22,7 @@ from specwire.completion import (
     Usage,
 )
 from specwire.core import MAX_CREDIT_TOKENS, MIN_CREDIT_TOKENS, Fate, Logprobs, SamplingParams
-from specwire.errors import InvalidRequestError
+from specwire.errors import InternalError, InvalidRequestError
 from specwire.rpc.wire.model import (
     RULE_NAMES,
     RULES,
@@ -35,10 +35,23 @@ from specwire.v1 import generation_pb2
 
 MAX_MESSAGES = 4096
 
+
+class _Known(dict[int, Any]):
+    """Nouns by their numbers in messages. A number of a later version is refused, an InternalError."""
+
+    def __init__(self, name: str, nouns: Mapping[int, Any]) -> None:
+        super().__init__(nouns)
+        self._name = name
+
+    def __missing__(self, number: int) -> Any:
+        raise InternalError(f"{self._name} {number} of the coordinator is not known to this version")
+
+
 _FATES = {fate: getattr(generation_pb2, f"FATE_{fate.name}") for fate in Fate}
-_FATE_NAMES = {number: fate for fate, number in _FATES.items()}
+_FATE_NAMES = _Known("fate", {number: fate for fate, number in _FATES.items()})
 _FINISH_REASONS = {reason: getattr(generation_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
-_FINISH_REASON_NAMES = {number: reason for reason, number in _FINISH_REASONS.items()}
+_FINISH_REASON_NAMES = _Known("finish_reason", {number: reason for reason, number in _FINISH_REASONS.items()})
+_RULE_NAMES = _Known("rule", RULE_NAMES)
 _STOPPING: dict[bool | str, generation_pb2.EarlyStopping] = {
     False: generation_pb2.EARLY_STOPPING_HEURISTIC,
     True: generation_pb2.EARLY_STOPPING_AT_ONCE,
@@ -120,7 +133,9 @@ def resuming_request(
 
 def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
     """The resume info of a stream's first message."""
-    return ResumeInfo(seed=message.seed, rule=RULE_NAMES[message.rule], context_digest=message.context_digest)
+    return ResumeInfo(
+        seed=message.seed, rule=_RULE_NAMES[message.rule], context_digest=message.context_digest
+    )
 
 
 def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
@@ -449,7 +464,7 @@ def completion_from_proto(
         timing=_noun(Timing, message.timing),
         stop_reason=getattr(message, which) if which else None,
         seed=message.seed,
-        rule=RULE_NAMES[message.rule],
+        rule=_RULE_NAMES[message.rule],
         model=message.model,
         tokens=tuple(tokens),
         num_resumes=num_resumes,
