@@ -174,7 +174,8 @@ class Job:
     base_len: int
     token_ids: Sequence[int]
     num_rows: int = 0
-    arrived_ns: int = field(default_factory=lambda: clock.stopwatch_ns())  # noqa: PLW0108  # as it is then
+    # Looked up late: a simulation replaces the clock.
+    arrived_ns: int = field(default_factory=lambda: clock.stopwatch_ns())  # noqa: PLW0108
     started_ns: int = 0
     finished_ns: int = 0
     forward_ns: int = 0
