@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.report import say, summarise
-from coordinator.batches import BatchDrafter, Row
+from coordinator.batches import BatchDrafter, StepRow
 from coordinator.cost import CallOutcome
 from specwire.cli.process import Service
 from specwire.config.services import CoordinatorConfig
@@ -31,7 +31,7 @@ class Sleeper:
     """An engine that accepts what its target would have written of a proposal, and writes a token more."""
 
     def __init__(self, num_rows: int) -> None:
-        self.rows = [Row(np.full(CONTEXT_LEN, i, np.int32), 1, 1) for i in range(num_rows)]
+        self.rows = [StepRow(np.full(CONTEXT_LEN, i, np.int32), 1, 1) for i in range(num_rows)]
 
     def judge(self, proposals: Sequence[Sequence[int]]) -> None:
         for i, proposal in enumerate(proposals):
@@ -41,7 +41,7 @@ class Sleeper:
                 token_ids[place] = MODEL.likeliest(np.array([place]), token_ids[place - 1 : place])[0]
                 if proposal[num_new - 1 : num_new] != [token_ids[place]]:
                     break
-            self.rows[i] = Row(token_ids, length + num_new, num_new)
+            self.rows[i] = StepRow(token_ids, length + num_new, num_new)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ _GREEDY = SamplingParams(temperature=0.0, seed=0, rule=Rule.GUMBEL)
 _NO_VERDICT = Verdict(0, ())
 
 
-class Row(NamedTuple):
+class StepRow(NamedTuple):
     """A sequence in a step of the engine.
 
     Attributes:
@@ -175,7 +175,7 @@ class BatchDrafter:
             raise
         return pool
 
-    def propose(self, rows: Sequence[Row | None]) -> list[list[int]]:
+    def propose(self, rows: Sequence[StepRow | None]) -> list[list[int]]:
         """[num_rows] draft tokens to judge in the next step; of None, and where none are worth it, no tokens.
 
         Blocks no longer than proposals are worth. What fails is logged, and costs proposals only.
@@ -207,7 +207,7 @@ class BatchDrafter:
 
     # --- a step -------------------------------------------------------------------------------------
 
-    async def _propose(self, rows: Sequence[Row | None], now_ns: int, found: Future[list[list[int]]]) -> None:
+    async def _propose(self, rows: Sequence[StepRow | None], now_ns: int, found: Future[Any]) -> None:
         """All sequences end some time after the last step: the engine says of none that it has ended."""
         if self._idle is not None:
             self._idle.cancel()  # or it would end sequences whose proposals are waited for
@@ -219,7 +219,7 @@ class BatchDrafter:
         time.sleep(1e-4)  # noqa: ASYNC251
         self._idle = self._loop.call_later(_IDLE_S, self._end_all)
 
-    async def _step(self, rows: Sequence[Row | None], now_ns: int) -> list[list[int]]:
+    async def _step(self, rows: Sequence[StepRow | None], now_ns: int) -> list[list[int]]:
         """Learn from the step that has ended, and find proposals for the next one."""
         self._num_steps += 1
         self._rows = self._found(rows)
@@ -261,7 +261,7 @@ class BatchDrafter:
             if sequence.cost.outcome is not None:
                 counts.outcomes[sequence.cost.outcome] += 1
 
-    def _learn(self, rows: Sequence[Row | None], now_ns: int) -> None:
+    def _learn(self, rows: Sequence[StepRow | None], now_ns: int) -> None:
         """From the step that has ended: what it cost, and what of each proposal was accepted."""
         step_ns = max(1, now_ns - self._ended_ns)
         load = self._load(len(rows), step_ns)
@@ -295,7 +295,7 @@ class BatchDrafter:
 
     # --- sequences ----------------------------------------------------------------------------------
 
-    def _found(self, rows: Sequence[Row | None]) -> list[_Sequence | None]:
+    def _found(self, rows: Sequence[StepRow | None]) -> list[_Sequence | None]:
         """The sequence that had all of a row's tokens but the new ones, mostly at its place; or another."""
         found: list[_Sequence | None] = []
         now = self._num_steps
@@ -310,7 +310,7 @@ class BatchDrafter:
             found.append(sequence)
         return found
 
-    def _opened(self, row: Row) -> _Sequence:
+    def _opened(self, row: StepRow) -> _Sequence:
         fixed, most = self._config.fixed_draft_tokens, min(self._most, MAX_CHOSEN)
         planner: Planner = AdaptiveLength(self._choice, most=most)
         if fixed is not None:

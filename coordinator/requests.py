@@ -159,6 +159,7 @@ class RequestParser:
         params = self._with_seed_and_rule(given_params, draft)
         credit_window = client_wire.opening_credit(message)
         client_wire.check_prompt_size(message, self.config.max_prompt_bytes)
+        client_wire.check_known(message)
         check_params(params, self.target, self.tokenizer)
         check_prompt(message, params, self.target, self.tokenizer)
         caller.check(params)

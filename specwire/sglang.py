@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.batches import BatchDrafter, Row
+from coordinator.batches import BatchDrafter, StepRow
 from specwire.core import ModelInfo
 from specwire.text import tokenizer
 from specwire.vllm import read_options
@@ -45,7 +45,7 @@ def worker_class(server_args: Any) -> type[Any]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             is_first = get_tp_group().rank_in_group == 0
-            self._chains = Chains(server_args, self.draft_token_num) if is_first else None
+            self._chains = SglangChains(server_args, self.draft_token_num) if is_first else None
 
         def _prepare_draft_tokens(self, batch: Any) -> Any:
             found: Any = self._chains.of(batch.reqs) if self._chains is not None else None
@@ -55,7 +55,7 @@ def worker_class(server_args: Any) -> type[Any]:
     return RemoteDraftWorker
 
 
-class Chains:
+class SglangChains:
     """The draft's chains in SGLang's form: a request's last token and those after it, and who sees whom."""
 
     def __init__(self, server_args: Any, width: int) -> None:
@@ -83,7 +83,9 @@ class Chains:
         for request in requests:
             token_ids = np.array([*request.origin_input_ids, *request.output_ids], dtype=np.int32)
             num_tokens = lengths[request.rid] = len(token_ids)
-            rows.append(Row(token_ids, num_tokens, max(1, num_tokens - self._lengths.get(request.rid, 0))))
+            rows.append(
+                StepRow(token_ids, num_tokens, max(1, num_tokens - self._lengths.get(request.rid, 0)))
+            )
         self._lengths = lengths
         drafted = np.zeros((len(rows), self._width), dtype=np.int64)
         for i, (row, chain) in enumerate(zip(rows, self._drafts.propose(rows), strict=True)):

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.batches import BatchDrafter, Row
+from coordinator.batches import BatchDrafter, StepRow
 from specwire.config.flags import env_name, parse_mapping, read_config, settings_of
 from specwire.config.services import CoordinatorConfig
 from specwire.core import MAX_NUM_DRAFT_TOKENS, ModelInfo
@@ -79,7 +79,7 @@ class RemoteDraft:
         if self._drafts is not None:
             found = self._drafts.propose(
                 [
-                    Row(token_ids_cpu[i], int(num_tokens_no_spec[i]), len(new)) if new else None
+                    StepRow(token_ids_cpu[i], int(num_tokens_no_spec[i]), len(new)) if new else None
                     for i, new in enumerate(sampled_token_ids)
                 ]
             )

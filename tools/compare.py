@@ -17,7 +17,7 @@ _MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class DraftKind:
     """A kind of draft.
 
     Attributes:
@@ -46,25 +46,25 @@ class Kind:
 
 
 KINDS = (
-    Kind(name="plain", about="no draft", changes={"num_draft_tokens": 0}),
-    Kind(
+    DraftKind(name="plain", about="no draft", changes={"num_draft_tokens": 0}),
+    DraftKind(
         name="chain", about="a line of guesses of the draft model", changes={"draft": _MODEL, "max_depth": 0}
     ),
-    Kind(
+    DraftKind(
         name="block",
         about="the same, judged as a whole",
         changes={"draft": _MODEL, "rule": Rule.BLOCK},
         needs_chance=True,
     ),
-    Kind(
+    DraftKind(
         name="tree",
         about="32 guesses of the draft model that branch, at most 6 in a row",
         changes={"draft": _MODEL, "rule": Rule.GUMBEL, "num_draft_tokens": 32, "max_depth": 6},
         needs_trees=True,
     ),
-    Kind(name=NGRAM, about="guesses from the text itself", changes={"draft": NGRAM}),
+    DraftKind(name=NGRAM, about="guesses from the text itself", changes={"draft": NGRAM}),
 )
-Result = tuple[Kind, Completion | str]
+Result = tuple[DraftKind, Completion | str]
 """A kind with its completion, or with why there is none."""
 
 

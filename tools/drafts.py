@@ -27,7 +27,7 @@ MAX_DEPTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(CheckedConfig):
+class TargetTextConfig(CheckedConfig):
     """A target, and a text for it."""
 
     target: str = option(EMBEDDED, "directory or hub id of the target model", check=check_model)
@@ -40,7 +40,7 @@ class TextConfig(CheckedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(TextConfig):
+class TrainingConfig(TargetTextConfig):
     """A training, which takes the beginning of the text."""
 
     out: str = option("", "directory for what is made; a training that was interrupted there goes on")
@@ -81,7 +81,7 @@ class TrainEagle3Config(TrainingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchLayersConfig(TextConfig):
+class SearchLayersConfig(TargetTextConfig):
     """`specwire search-layers`."""
 
     text: str = option("", "UTF-8 file of text like the prompts that the target will be given")

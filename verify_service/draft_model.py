@@ -29,7 +29,7 @@ from specwire.errors import ResourceExhaustedError
 from specwire.proposals.tree import TokenTree
 from specwire.rule.choices import Kind
 from specwire.rule.columns import Rows
-from verify_service.grown import Growing, GrownDrafts, Node, Question, choose
+from verify_service.grown import Growing, GrownDrafts, GrowthQuestion, Node, choose
 
 if TYPE_CHECKING:  # it loads transformers
     from specwire.engine.model.runner import ModelRunner
@@ -111,7 +111,7 @@ class ModelDrafts(GrownDrafts):
             own.cache.truncate(min(own.cache.length, len(own.tokens)))
         return True
 
-    def chosen_after(self, nodes: Sequence[Node], question: Question) -> list[Drawn]:
+    def chosen_after(self, nodes: Sequence[Node], question: GrowthQuestion) -> list[Drawn]:
         return choose(question, self._logits_after(nodes))
 
     def _logits_after(self, nodes: Sequence[Node]) -> Tensor:

@@ -122,7 +122,7 @@ class Alike(NamedTuple):
     num_ranked: int
 
 
-class Question(NamedTuple):
+class GrowthQuestion(NamedTuple):
     """What is wanted after the nodes of a pass; a rank may be asked."""
 
     groups: Sequence[Alike]
@@ -130,7 +130,7 @@ class Question(NamedTuple):
     sharpness: float
 
 
-def choose(question: Question, logits: Tensor) -> list[Drawn]:
+def choose(question: GrowthQuestion, logits: Tensor) -> list[Drawn]:
     """As a `device.Decide`: of each group, what is drawn after nodes, or the likeliest tokens there."""
     answer = []
     for places, rows, num_ranked in question.groups:
@@ -224,7 +224,7 @@ class GrownDrafts(OwnDrafts):
                 each.open = self.open_after(each)
             growing = [each for each in growing if each.open]
 
-    def chosen_after(self, nodes: Sequence[Node], question: Question) -> list[Drawn]:
+    def chosen_after(self, nodes: Sequence[Node], question: GrowthQuestion) -> list[Drawn]:
         """What `choose` answers of the logits after nodes.
 
         Args:
@@ -248,7 +248,7 @@ class GrownDrafts(OwnDrafts):
         """The nodes to expand next; none where a proposal is done."""
         return growing.growth.expand(NUM_EXPANDED)
 
-    def _question(self, nodes: Sequence[Node], noise: Noise) -> Question:
+    def _question(self, nodes: Sequence[Node], noise: Noise) -> GrowthQuestion:
         groups = []
         for is_drawn in (False, True):
             at = [place for place, node in enumerate(nodes) if node.of.is_drawn is is_drawn]
@@ -256,7 +256,7 @@ class GrownDrafts(OwnDrafts):
                 rows = Rows.of([nodes[place].sampled() for place in at])
                 most = 0 if is_drawn else max(nodes[place].of.num_ranked for place in at)
                 groups.append(Alike(np.array(at, np.int64), rows, most))
-        return Question(groups, noise, self.sharpness)
+        return GrowthQuestion(groups, noise, self.sharpness)
 
     def _proposal(self, sequence: TokenSequence) -> Proposal | None:
         grown = self._grown.get(sequence)

@@ -21,7 +21,7 @@ from specwire.config.own_methods import DFLASH, EAGLE3, HEADS, LAYERS
 from specwire.engine.attention.paged import ATTENTION_NAME
 from specwire.engine.batch import Feed
 from specwire.engine.device import DraftQuery
-from specwire.engine.heads.model import Head, Heads, Target
+from specwire.engine.heads.model import Head, Heads, TargetModules
 from specwire.engine.layers.blocks import ModelBlocks
 from specwire.engine.model import block, eagle3
 from specwire.engine.model.block import BlockDrafter, BlockRunner
@@ -40,7 +40,7 @@ def _heads(model: Any, **pages: Any) -> ModelRunner:
     read = size + embedded
     shapes = (_NUM_FEATURES, read), (_NUM_FEATURES,), (size, read + _NUM_FEATURES), (size,)
     head = Head(*(torch.randn(*shape) / shape[-1] ** 0.5 for shape in shapes))
-    return HeadsRunner(model, Heads([head] * 4, Target.of(model), model.device, model.dtype), **pages)
+    return HeadsRunner(model, Heads([head] * 4, TargetModules.of(model), model.device, model.dtype), **pages)
 
 
 def _layers(model: Any, **pages: Any) -> ModelRunner:

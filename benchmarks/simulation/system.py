@@ -18,8 +18,7 @@ from benchmarks.simulation.devices import (
 from benchmarks.simulation.network import Link, Overheads, Process, VirtualCall
 from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
-from coordinator.peers.link import Link as SharedLink
-from coordinator.peers.link import draft_codec, verify_codec
+from coordinator.peers.link import SharedLink, draft_codec, verify_codec
 from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
 from draft_service.drafter import DraftDecider

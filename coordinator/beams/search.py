@@ -32,7 +32,7 @@ _MAX_LIVE_NODES = 24
 own, which are in the target's cache. There is room for draft tokens, too."""
 
 
-class Target(Rewindable, Verifier, Protocol):
+class BeamTarget(Rewindable, Verifier, Protocol):
     """The target's side, such as `peers.verifier.RemoteVerifier`."""
 
 
@@ -46,7 +46,7 @@ class BeamGeneration:
 
     request: GenerationRequest
     drafts: BeamDrafts
-    targets: Followers[Target]
+    targets: Followers[BeamTarget]
     planner: BeamPlanner
     ledger: Ledger
     tracer: tracing.Tracing

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.drafts.counts import CountedOutput, Table
-from coordinator.drafts.own import Forced, Target
+from coordinator.drafts.own import DraftingTarget, Forced
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Drafter
 from coordinator.requests import GenerationRequest
@@ -116,7 +116,7 @@ class TextDrafts:
         )
 
     @staticmethod
-    def forced(request: GenerationRequest, others: Drafter, target: Target) -> TextDrafter:
+    def forced(request: GenerationRequest, others: Drafter, target: DraftingTarget) -> TextDrafter:
         """For a request with a grammar, beside what else drafts for it."""
         return TextDrafter(
             method=Forced(target),

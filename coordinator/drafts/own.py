@@ -17,7 +17,7 @@ PRIOR = 0.5
 measured. Of the embedded target, which has seen little JSON."""
 
 
-class Target(Protocol):
+class DraftingTarget(Protocol):
     """A target that proposes by itself."""
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
@@ -35,7 +35,7 @@ class OwnDrafter:
 
     unavailable = ""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: DraftingTarget) -> None:
         self._target = target
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
@@ -61,7 +61,7 @@ class OwnDrafter:
 class Forced:
     """A `text.Method`: what must follow, as tokens, of which the target may choose others."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: DraftingTarget) -> None:
         self._target = target
 
     def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coordinator.generation import Plan, Round
-from coordinator.length.round_costs import Block, RoundCosts
+from coordinator.length.round_costs import RoundBlock, RoundCosts
 from coordinator.length.ways import CHAIN, MAX_CHOSEN, PLAIN, TREES, WAYS, Deviations, Moment, Way
 from specwire.core import Load
 from specwire.proposals.estimate.acceptance import SharedAcceptance
@@ -140,7 +140,7 @@ class _Held:
 
     way: Way
     best: Way
-    block: Block
+    block: RoundBlock
     num_streams: int
     least_rate: float = 0.0
 
@@ -261,7 +261,7 @@ class SharedChoice:
     def add_settled(
         self, among: Among, way: Way, num_steps: int, num_tokens: int, elapsed_ns: int, is_plain: bool
     ) -> None:
-        """A round of a stream that has settled under a way, as `Block.add` takes it."""
+        """A round of a stream that has settled under a way, as `RoundBlock.add` takes it."""
         held = self._held.get(among)
         if not self.are_known or held is None or way != held.way:
             return
@@ -275,9 +275,9 @@ class SharedChoice:
                 self._learn_block(block, among)
                 self._held[among] = self._decided(among, held)
             else:  # nothing to choose
-                held.block = Block(way)
+                held.block = RoundBlock(way)
 
-    def _learn_block(self, block: Block, among: Among) -> None:
+    def _learn_block(self, block: RoundBlock, among: Among) -> None:
         block.num_sequences = self.costs.num_sequences
         if block.is_plain:
             block.way = PLAIN  # as streams chose for their own texts
@@ -287,7 +287,7 @@ class SharedChoice:
         ratio = block.time_ns / self.costs.modelled_ns(block)
         self._deviations.add(block.way, ratio, self._moment)
 
-    def _learn_share(self, block: Block) -> None:
+    def _learn_share(self, block: RoundBlock) -> None:
         """What streams get of what an average text would have brought: each drafts as suits its own."""
         way, tokens = block.way, self._tokens(block.way.num_nodes)
         best = max(tokens[n] / self.costs.round_ns(way, n) for n in range(1, self._longest(way, tokens) + 1))
@@ -305,7 +305,7 @@ class SharedChoice:
         ways = self._open(among)
         if not self.are_known:
             way = before.best if before and before.best in ways else ways[0]
-            return _Held(way, way, Block(way), self._num_streams)
+            return _Held(way, way, RoundBlock(way), self._num_streams)
         rates, _ = self._rates(among, ways)
         best = ways[int(np.argmax(self._merits(ways, rates)))]
         is_tried = before is not None and before.way != before.best and before.way in ways
@@ -344,7 +344,7 @@ class SharedChoice:
         return [rate - way.drafts * math.log(least) for way, rate in zip(ways, rates, strict=True)]
 
     def _worth_a_trial(
-        self, ways: Sequence[Way], rates: Sequence[float], covariance: Any, best: int, block: Block
+        self, ways: Sequence[Way], rates: Sequence[float], covariance: Any, best: int, block: RoundBlock
     ) -> int:
         """Which to take next: the one of which a trial is worth most, or the best one.
 
@@ -374,7 +374,7 @@ class SharedChoice:
         known = {PLAIN, *self._measured} - {way}
         others = [rate for other, rate in zip(ways, rates, strict=True) if other in known]
         least_rate = _DISAPPOINTING * math.exp(max(others, default=-math.inf))
-        return _Held(way, best, Block(way), self._num_streams, least_rate)
+        return _Held(way, best, RoundBlock(way), self._num_streams, least_rate)
 
     def _open(self, among: Among) -> list[Way]:
         """Ways that may be taken now."""

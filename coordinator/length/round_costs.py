@@ -36,7 +36,7 @@ _FIRST_PROPOSALS = 3
 
 
 @dataclass
-class Block:
+class RoundBlock:
     """Rounds of a way that are measured together.
 
     Attributes:
@@ -262,7 +262,7 @@ class RoundCosts:
         proposal from elsewhere."""
         return not num_steps or self.is_drafted_by_target
 
-    def modelled_ns(self, block: Block) -> float:
+    def modelled_ns(self, block: RoundBlock) -> float:
         """Of all rounds of a measurement together."""
         if self.is_drafted_by_target and block.way.drafts:
             return self._in_step_ns(block)
@@ -271,7 +271,7 @@ class RoundCosts:
             for num_steps, num_rounds in block.steps.items()
         )
 
-    def _in_step_ns(self, block: Block) -> float:
+    def _in_step_ns(self, block: RoundBlock) -> float:
         """Of rounds that the target begins together, once it has drafted as much as any of them has."""
         total, sizes = block.num_rounds, sorted(block.steps)
         num_below, longest = 0, 0.0  # the mean of the greatest of as many rounds as there are streams

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
-from coordinator.peers.link import Link
+from coordinator.peers.link import SharedLink
 from coordinator.peers.waits import Waits
 from specwire import clock
 from specwire.core import MAX_NUM_OUTCOMES, Preparation, Proposal, Timings
@@ -38,7 +38,7 @@ class DraftSequence:
 
     def __init__(
         self,
-        link: Link,
+        link: SharedLink,
         opening: common_pb2.OpenSequence,
         timeout_s: float | None,
         *,

@@ -14,7 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.peers.addresses import Names
-from coordinator.peers.link import Codec, Link, draft_codec, verify_codec
+from coordinator.peers.link import Codec, SharedLink, draft_codec, verify_codec
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
@@ -173,10 +173,10 @@ class RemoteReplica(Replica):
         self._is_suspect = False
         self._monitoring = asyncio.create_task(self._monitor())
 
-    def _open_link(self) -> Link:
+    def _open_link(self) -> SharedLink:
         open_stream = getattr(self._stub, self._role.stream)
         name = self.info.name if self.info else ""
-        return Link(GrpcCall(open_stream()), self._role.codec(self._target().vocab_size, name))
+        return SharedLink(GrpcCall(open_stream()), self._role.codec(self._target().vocab_size, name))
 
     def mark_lost(self, reason: str) -> None:
         """See `Replica`; the next handshake follows at once."""

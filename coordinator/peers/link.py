@@ -118,7 +118,7 @@ class Receiver(Protocol):
         """The sequence is closed: nothing more is received. Must not raise."""
 
 
-class Link:
+class SharedLink:
     """One stream, and the sequences that are open on it.
 
     Attributes:

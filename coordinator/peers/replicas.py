@@ -13,7 +13,7 @@ from specwire.core import ModelInfo
 from specwire.proposals.estimate.costs import CostModel
 
 if TYPE_CHECKING:
-    from coordinator.peers.link import Link
+    from coordinator.peers.link import SharedLink
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Replica(abc.ABC):
         self._not_before_s = 0.0
         self.last_used = 0
         self.on_change: Callable[[], None] = lambda: None
-        self._link: Link | None = None
+        self._link: SharedLink | None = None
 
     @property
     def load(self) -> int:
@@ -77,14 +77,14 @@ class Replica(abc.ABC):
         device."""
         return not (self.num_failures or self.is_overdue)
 
-    def link(self) -> Link:
+    def link(self) -> SharedLink:
         """The stream for new sequences; another one after it was lost."""
         if self._link is None or self._link.error is not None:
             self._link = self._open_link()
         return self._link
 
     @abc.abstractmethod
-    def _open_link(self) -> Link:
+    def _open_link(self) -> SharedLink:
         """Open a stream."""
 
     async def close(self) -> None:

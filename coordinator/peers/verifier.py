@@ -10,7 +10,7 @@ from dataclasses import replace
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_proposal, check_verdict
-from coordinator.peers.link import Link
+from coordinator.peers.link import SharedLink
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
@@ -59,7 +59,7 @@ class _VerifySequence:
         request_bytes: see `link.Receiver`.
     """
 
-    def __init__(self, link: Link, opening: common_pb2.OpenSequence, timeout_s: float | None) -> None:
+    def __init__(self, link: SharedLink, opening: common_pb2.OpenSequence, timeout_s: float | None) -> None:
         self.num_sent_tokens = self.request_bytes = 0
         self._link = link
         self._num_requests = self._last_ahead_id = 0
@@ -376,7 +376,7 @@ class RemoteVerifier:
     # --- proposals that the target makes by itself ----------------------------------------------------
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
-        """See `drafts.own.Target`; holds from the next request on."""
+        """See `drafts.own.DraftingTarget`; holds from the next request on."""
         self._wanted = Wanted(num_draft_tokens, max_depth)  # `verify` says whether rounds may be plain
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 
-class Settings(NamedTuple):
+class SettingNames(NamedTuple):
     """What the settings of one end of a connection are called there.
 
     Attributes:
@@ -20,8 +20,8 @@ class Settings(NamedTuple):
     server_name: str
 
 
-PEER = Settings("--peer-ca", "--peer-cert", "--peer-server-name")
-CLIENT = Settings(
+PEER = SettingNames("--peer-ca", "--peer-cert", "--peer-server-name")
+CLIENT = SettingNames(
     "--tls-ca or TLS(ca=...)", "--client-cert or TLS(cert=...)", "--server-name or TLS(server_name=...)"
 )
 
@@ -29,7 +29,7 @@ _FAILED = "failed to connect"
 _NOT_VERIFIED = re.compile("CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 
 
-def explain(text: str, server: str, settings: Settings) -> str:
+def explain(text: str, server: str, settings: SettingNames) -> str:
     """What a failed call says, in terms of the end that made it; empty if its connection was made.
 
     Args:
@@ -46,7 +46,7 @@ def explain(text: str, server: str, settings: Settings) -> str:
     return f"nothing serves at {server} ({_last(text)})"
 
 
-def _tls_problem(text: str, server: str, settings: Settings) -> str:
+def _tls_problem(text: str, server: str, settings: SettingNames) -> str:
     if found := _NOT_VERIFIED.search(text):
         vouches = f"{settings.ca} names the authorities that it is verified against"
         return f"the certificate of {server} is not accepted ({found[1]}); {vouches}"

@@ -22,7 +22,7 @@ from tests.support.processes import START_S, running, wait_until
 from tests.support.traces import MS, Trace, exported, laid_out, saved, three_rounds
 from tools.timeline import layout, perfetto, picture
 from tools.timeline.generation import generations
-from tools.timeline.receiver import Receiver
+from tools.timeline.receiver import SpanReceiver
 from tools.timeline.spans import RecordedSpan
 
 EMULATED = ["--target", "emulated:step_ms=10", "--draft", "emulated:step_ms=1,alpha=0.8"]
@@ -166,16 +166,16 @@ class TestReceiver:
         request = ExportTraceServiceRequest()
         ids = {"trace_id": b"t" * 16, "span_id": b"s" * 8}
         request.resource_spans.add().scope_spans.add().spans.add(name="x" * 1000, **ids)
-        store = Receiver(max_bytes=5000)
+        store = SpanReceiver(max_bytes=5000)
         for _ in range(10):
             store.keep(request)
         assert len(store.spans) == 4
 
     def test_a_port_in_use(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with Receiver() as receiver:
+        with SpanReceiver() as receiver:
             address = receiver.endpoint.removeprefix("http://")
             with pytest.raises(ConfigError, match=f"{address}: cannot be listened on"):
-                Receiver(address).__enter__()
+                SpanReceiver(address).__enter__()
 
 
 class TestCommand:

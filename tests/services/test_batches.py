@@ -16,7 +16,7 @@ import pytest
 
 import draft_service.service
 from coordinator import batches
-from coordinator.batches import BatchDrafter, Row
+from coordinator.batches import BatchDrafter, StepRow
 from coordinator.cost import CallOutcome
 from specwire import SamplingParams, sglang
 from specwire.cli.process import Service
@@ -52,7 +52,7 @@ class Engine:
 
     def step(self, drafts: BatchDrafter, order: Sequence[int] | None = None) -> None:
         """One pass over the rows, in this order, and the proposals for the next one."""
-        rows: list[Row | None] = []
+        rows: list[StepRow | None] = []
         places = [i for i in (self.running if order is None else order) if i in self.running]
         for i in places:
             text, length = self.texts[i], self.lengths[i]
@@ -67,7 +67,7 @@ class Engine:
             self.lengths[i] += agreed + 1
             tokens = np.zeros(LONGEST, dtype=np.int32)
             tokens[: self.lengths[i]] = text[: self.lengths[i]]
-            rows.append(Row(tokens, self.lengths[i], agreed + 1))
+            rows.append(StepRow(tokens, self.lengths[i], agreed + 1))
         for i, proposal in zip(places, drafts.propose(rows), strict=True):
             self.proposals[i] = proposal
         self.num_steps += 1
@@ -177,7 +177,7 @@ def test_a_step_that_waits_is_not_idle(
 def test_prompts_in_parts_and_none_worth_drafting_get_nothing(drafts: BatchDrafter) -> None:
     tokens = np.arange(LONGEST, dtype=np.int32) % VOCAB_SIZE
     assert drafts.propose([None, None]) == [[], []]
-    found = drafts.propose([None, Row(tokens, 5, 1), Row(tokens, LONGEST - 1, 1)])
+    found = drafts.propose([None, StepRow(tokens, 5, 1), StepRow(tokens, LONGEST - 1, 1)])
     assert (found[0], len(found[1]), found[2]) == ([], 4, [])  # the context has no room after the last
 
 

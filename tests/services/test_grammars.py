@@ -69,7 +69,7 @@ def test_grammars_are_compiled_without_torch_where_that_works(is_enough: bool) -
         "import sys\n"
         "from specwire.engine.grammars import helper\n"
         f"if not {is_enough}: helper._Unused.__getattr__ = None\n"
-        "compiler = helper._compiler(helper.Vocabulary([b'a', None], 2, (1,)))\n"
+        "compiler = helper._compiler(helper.GrammarVocabulary([b'a', None], 2, (1,)))\n"
         "assert not helper._compile(compiler, 'regex', 'a+').problem\n"
         "print('torch._C' in sys.modules)"
     )

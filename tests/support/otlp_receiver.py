@@ -11,11 +11,11 @@ from typing import Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tools.timeline.receiver import Receiver
+from tools.timeline.receiver import SpanReceiver
 from tools.timeline.spans import RecordedSpan
 
 
-class OtlpReceiver(Receiver):
+class OtlpReceiver(SpanReceiver):
     """Receives OTLP over gRPC while the `with` lasts.
 
     Attributes:

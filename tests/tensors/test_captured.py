@@ -86,7 +86,7 @@ def test_the_functions_that_are_captured_are_pure_in_their_rows(num_rows: int) -
 
 
 def test_compiled_layers_compute_the_same_and_can_be_undone() -> None:
-    runner = ModelRunner(build("llama"), num_pages=32, page_size=16)
+    runner = ModelRunner(build("llama"), num_pages=32, page_size=16, compiles=True)
     with torch.inference_mode():
         expected = runner._trial()
         assert join_projections([*runner._layers]) == 2
@@ -102,7 +102,7 @@ def test_compiled_layers_compute_the_same_and_can_be_undone() -> None:
 @pytest.mark.parametrize(("name", "num_joined"), [("llama", 2), ("qwen2", 2), ("gpt2", 0)])
 def test_joined_projections_compute_the_same_from_the_same_parameters(name: str, num_joined: int) -> None:
     model = build(name)
-    runner = ModelRunner(model, num_pages=32, page_size=16)
+    runner = ModelRunner(model, num_pages=32, page_size=16, compiles=True)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     with torch.inference_mode():
         expected = runner._trial()

@@ -19,7 +19,7 @@ from tests.support.languages import END_ID, REGEX, TEXTS, allowed
 @pytest.fixture
 def matcher() -> GrammarMatcher:
     texts = [text.encode() or None for text in TEXTS]
-    info = helper.tokenizer_info(helper.Vocabulary(texts, len(TEXTS), (END_ID,)))
+    info = helper.tokenizer_info(helper.GrammarVocabulary(texts, len(TEXTS), (END_ID,)))
     compiled: Future[Any] = Future()
     compiled.set_result(xgrammar.GrammarCompiler(info, max_threads=1).compile_regex(REGEX))
     return GrammarMatcher(compiled, len(TEXTS), texts)

@@ -284,7 +284,7 @@ def test_moves_outlive_failed_passes_and_the_owner_of_the_pages(monkeypatch: pyt
         with pytest.raises(Exception, match="full"):
             runner.forward([Feed(other, [5] * 200, 0)])
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_logits", lambda *_: 1 / 0)
+            patch.setattr(runner, "_run_packed", lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 runner.forward([Feed(other, [5] * 40, 0)])
         text = [5, 6, 7] * 13

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.generation import Plan
 from coordinator.peers.draft_sequence import DraftSequence
-from coordinator.peers.link import Link, draft_codec
+from coordinator.peers.link import SharedLink, draft_codec
 from coordinator.peers.waits import Waits
 from specwire.core import Preparation, Proposal, SamplingParams, Timings
 from specwire.errors import ServiceUnavailableError
@@ -43,8 +43,8 @@ class Unreached:
 CHAIN_OF_4 = Plan(4, patience_s=math.inf)
 
 
-def sequence_of(call: Any, on_answer: Callable[[], None] = lambda: None) -> tuple[Link, DraftSequence]:
-    link = Link(call, draft_codec(VOCAB_SIZE))
+def sequence_of(call: Any, on_answer: Callable[[], None] = lambda: None) -> tuple[SharedLink, DraftSequence]:
+    link = SharedLink(call, draft_codec(VOCAB_SIZE))
     opening = wire.open_sequence(SamplingParams(temperature=0, seed=1), 3)
     return link, DraftSequence(link, opening, None, waits=Waits(), on_answer=on_answer)
 

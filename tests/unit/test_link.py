@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.peers.link import MAX_PUSHES, Link, verify_codec
+from coordinator.peers.link import MAX_PUSHES, SharedLink, verify_codec
 from specwire import ServiceUnavailableError
 from specwire.core import Load, Proposal, SamplingParams, Timings, Verdict
 from specwire.errors import InternalError, ResourceExhaustedError, SpecwireError
@@ -62,7 +62,7 @@ class Scripted:
 class Opener:
     """One sequence's end."""
 
-    def __init__(self, link: Link, timeout_s: float | None = None) -> None:
+    def __init__(self, link: SharedLink, timeout_s: float | None = None) -> None:
         self.request_bytes = 0
         self.answers: list[VerifyAnswer] = []
         self.num_bytes = 0
@@ -97,7 +97,7 @@ class Opened:
 
     def __init__(self) -> None:
         self.call = Scripted()
-        self.link = Link(self.call, verify_codec(VOCAB_SIZE))
+        self.link = SharedLink(self.call, verify_codec(VOCAB_SIZE))
 
     def sequences(self, num: int) -> list[Opener]:
         """With a request each."""

@@ -106,7 +106,7 @@ class _Session:
 
         self._args = args
         self._params = params
-        self._target = targets.Target(args, config, params)
+        self._target = targets.BenchTarget(args, config, params)
         self._load = serve.OfferedLoad(
             num_requests=args.num_requests,
             rate=math.inf if args.rate is None and args.concurrency is None else args.rate,

@@ -1,6 +1,6 @@
 """`specwire bench spec-bench`: questions of Spec-Bench with each kind of draft in turn, and its answer files.
 
-Formats and figures are those of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): its `evaluation/speed.py`
+Formats and figures are those of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): its script speed.py in evaluation
 reads what is written here. One question is asked at a time, each turn after earlier ones and their answers.
 """
 
@@ -38,7 +38,7 @@ TASKS: dict[str, tuple[str, ...]] = {"mt_bench": _MT_BENCH} | {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class BenchQuestion:
     """One line of a file of questions; fields beside these are ignored."""
 
     question_id: int | str
@@ -47,10 +47,10 @@ class Question:
 
 
 @dataclass(kw_only=True)
-class Answer:
+class BenchAnswer:
     """What one method wrote; the lists have an entry for each turn, `accept_lengths` for each pass of all."""
 
-    question: Question
+    question: BenchQuestion
     turns: list[str] = field(default_factory=list)
     decoding_steps: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
@@ -66,11 +66,11 @@ class Answer:
         return json.dumps(shown | {"tstamp": time.time()}, ensure_ascii=False) + "\n"
 
 
-Answers = Mapping[str, Sequence[Answer]]
+Answers = Mapping[str, Sequence[BenchAnswer]]
 """By method, of the same questions in the same order."""
 
 
-def read(path: Path) -> list[Question]:
+def read(path: Path) -> list[BenchQuestion]:
     """The questions of a file.
 
     Raises:
@@ -85,7 +85,7 @@ def read(path: Path) -> list[Question]:
     return found
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: str, where: str) -> BenchQuestion:
     try:
         fields = json.loads(line)
     except ValueError:
@@ -100,7 +100,7 @@ def _question(line: str, where: str) -> Question:
         raise ConfigError(f"{where}: category={category!r} is not one of {', '.join(categories)}")
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)):
         raise ConfigError(f"{where}: turns={turns!r} is not a list of texts")
-    return Question(question_id=known, category=category, turns=tuple(turns))
+    return BenchQuestion(question_id=known, category=category, turns=tuple(turns))
 
 
 def methods(target: ModelInfo, draft: ModelInfo | None) -> dict[str, dict[str, Any]]:
@@ -145,7 +145,7 @@ def run(config: ClientConfig, args: argparse.Namespace) -> int:
 def _ask(
     client: Client,
     target: ModelInfo,
-    questions: Sequence[Question],
+    questions: Sequence[BenchQuestion],
     chosen: Mapping[str, dict[str, Any]],
     params: SamplingParams,
     output: Path,
@@ -159,7 +159,7 @@ def _ask(
         name: dataclasses.replace(params, **changes, cache_salt=f"{run_id}-{name}")
         for name, changes in chosen.items()
     }
-    found: dict[str, list[Answer]] = {name: [] for name in chosen}
+    found: dict[str, list[BenchAnswer]] = {name: [] for name in chosen}
     for request in requests.values():
         warm = dataclasses.replace(request, cache_salt=f"warm-{request.cache_salt}")
         _answer(client, questions[0], warm, is_chat=bool(target.chat_template))
@@ -177,9 +177,9 @@ def _ask(
     return found
 
 
-def _answer(client: Client, question: Question, params: SamplingParams, *, is_chat: bool) -> Answer:
+def _answer(client: Client, question: BenchQuestion, params: SamplingParams, *, is_chat: bool) -> BenchAnswer:
     """All turns; without a chat template they and their answers are lines of one text."""
-    answer, said = Answer(question=question), list[dict[str, str]]()
+    answer, said = BenchAnswer(question=question), list[dict[str, str]]()
     for turn in question.turns:
         said.append({"role": "user", "content": turn})
         text = None if is_chat else "\n".join([*(each["content"] for each in said), ""])
@@ -202,7 +202,7 @@ def accept_lengths(tokens: Sequence[Token]) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def tokens_per_s(answers: Iterable[Answer]) -> float:
+def tokens_per_s(answers: Iterable[BenchAnswer]) -> float:
     """Mean over questions of tokens by seconds, as Spec-Bench has it."""
     return fmean(sum(answer.new_tokens) / sum(answer.wall_time) for answer in answers)
 

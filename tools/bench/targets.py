@@ -21,7 +21,7 @@ from tools.bench.prompts import BUILT_IN, Prompt
 _PATHS = {flags.OPENAI: "/v1/completions", flags.OPENAI_CHAT: "/v1/chat/completions"}
 
 
-class Target:
+class BenchTarget:
     """The server that the flags name; its models and prompts are known once it is open.
 
     Attributes:

@@ -15,7 +15,7 @@ from specwire.config.models import EMBEDDED
 from specwire.engine.boot import model_directory
 from specwire.engine.heads import files
 from specwire.engine.heads.files import HeadsConfig
-from specwire.engine.heads.model import Head, Target
+from specwire.engine.heads.model import Head, TargetModules
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import errors_naming, load_weights, read_config
 from specwire.errors import ConfigError
@@ -43,7 +43,7 @@ def train(config: TrainHeadsConfig, bar: Bar) -> HeadsConfig:
         ModelLoadError: the target cannot be loaded, or has no tokenizer.
     """
     model, token_ids, fingerprint = prepared(config, WINDOW)
-    target = Target.of(model)
+    target = TargetModules.of(model)
     out = Path(config.out)
     partial = out / _PARTIAL
     partial.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from tools.timeline.generation import GenerationTrace, choose, generations, is_c
 from tools.timeline.spans import RecordedSpan
 
 if TYPE_CHECKING:
-    from tools.timeline.receiver import Receiver
+    from tools.timeline.receiver import SpanReceiver
 
 _ABOUT = "draw a timeline of one generation from its spans"
 _EXAMPLES = """\
@@ -174,11 +174,11 @@ def _received(address: str, trace_id: str) -> GenerationTrace:
     return next(filter(is_complete, found), found[0])
 
 
-def _receiver(address: str) -> Receiver:
+def _receiver(address: str) -> SpanReceiver:
     extras.require("receiving spans", "tracing")
-    from tools.timeline.receiver import Receiver
+    from tools.timeline.receiver import SpanReceiver
 
-    return Receiver(address)
+    return SpanReceiver(address)
 
 
 def _write(flag: str, path: Path, text: str) -> None:

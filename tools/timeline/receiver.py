@@ -29,7 +29,7 @@ _GRACE_S = 1.0
 _IDS = ("traceId", "spanId", "parentSpanId")
 
 
-class Receiver(TraceServiceServicer):
+class SpanReceiver(TraceServiceServicer):
     """Receives while the `with` lasts, and keeps the latest spans.
 
     They are kept up to a size on the wire; the newest message always is.

@@ -16,7 +16,7 @@ from typing import Any
 
 from specwire import parent
 from specwire.engine.grammars import helper
-from specwire.engine.grammars.helper import Reply, Vocabulary
+from specwire.engine.grammars.helper import GrammarVocabulary, Reply
 from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.engine.thread import settle
 from specwire.errors import InvalidRequestError, ResourceExhaustedError, UnsupportedError
@@ -33,7 +33,9 @@ _REPLY_S = 120.0
 """After which a helper hangs: importing xgrammar takes 4 s at worst, and a grammar 20 s at most."""
 
 
-def vocabulary(tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary | None:
+def vocabulary(
+    tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int, ...]
+) -> GrammarVocabulary | None:
     """What outputs can be constrained in; None without xgrammar, the tokens' texts or an end token."""
     if tokenizer is None or not end_ids or importlib.util.find_spec("xgrammar") is None:
         return None
@@ -42,13 +44,13 @@ def vocabulary(tokenizer: Tokenizer | None, vocab_size: int, end_ids: tuple[int,
     except UnsupportedError:
         return None
     texts = [None if token_id in end_ids else text for token_id, text in enumerate(texts[:vocab_size])]
-    return Vocabulary(texts, vocab_size, end_ids)
+    return GrammarVocabulary(texts, vocab_size, end_ids)
 
 
 class Grammars:
     """Compiles grammars, and keeps those that were used last. For one event loop, but for `_serve`."""
 
-    def __init__(self, known: Vocabulary) -> None:
+    def __init__(self, known: GrammarVocabulary) -> None:
         """Nothing is started before the first grammar."""
         self._vocabulary = known
         self._wanted: queue.SimpleQueue[tuple[Grammar, Future[Any]] | None] = queue.SimpleQueue()

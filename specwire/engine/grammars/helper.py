@@ -43,7 +43,7 @@ _NICENESS = 19
 _TOO_MUCH = f"takes more than {COMPILE_S:g} s or {_MAX_MEMORY >> 20} MiB to compile"
 
 
-class Vocabulary(NamedTuple):
+class GrammarVocabulary(NamedTuple):
     """The tokens that grammars are matched along.
 
     Attributes:
@@ -80,7 +80,7 @@ def main() -> None:
             replies.flush()
 
 
-def tokenizer_info(vocabulary: Vocabulary) -> Any:
+def tokenizer_info(vocabulary: GrammarVocabulary) -> Any:
     """The vocabulary as xgrammar has it."""
     import xgrammar
 
@@ -126,7 +126,7 @@ class _UnusedClass:
         """Constants are made of it."""
 
 
-def _compiler(vocabulary: Vocabulary) -> Any:
+def _compiler(vocabulary: GrammarVocabulary) -> Any:
     _import_lightly()
     import xgrammar
 

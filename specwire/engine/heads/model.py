@@ -53,7 +53,7 @@ class Head(NamedTuple):
         return {f"heads.{number}.{name}": weight for name, weight in self._asdict().items()}
 
 
-class Target(NamedTuple):
+class TargetModules(NamedTuple):
     """What heads share with their target: modules from token ids to embeddings, and from states to logits,
     and how many ids it can read."""
 
@@ -73,7 +73,7 @@ class Heads:
     """Heads beside their target, which compute in this dtype; the target's modules keep theirs."""
 
     def __init__(
-        self, heads: Sequence[Head], target: Target, device: torch.device, dtype: torch.dtype
+        self, heads: Sequence[Head], target: TargetModules, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._heads = [Head(*(weight.to(device, dtype) for weight in head)) for head in heads]
         self._target, self._dtype = target, dtype
@@ -121,4 +121,4 @@ def load(directory: Path, model: Any, name: str, fingerprint: str) -> Heads:
     except KeyError as error:
         raise ModelLoadError(f"{directory}: {files.WEIGHTS} lacks {error}") from None
     dtype = torch.float32 if model.device.type == "cpu" else model.dtype
-    return Heads(heads, Target.of(model), model.device, dtype)
+    return Heads(heads, TargetModules.of(model), model.device, dtype)

@@ -30,6 +30,7 @@ from specwire.engine.layers.blocks import Blocks
 from specwire.engine.model import lora, recurrent
 from specwire.engine.model.chains import ChainSteps, Choice
 from specwire.engine.model.compiled import CompiledLayers
+from specwire.engine.model.direct import DirectPass, can_run
 from specwire.engine.model.graphs import PaddedSteps
 from specwire.engine.model.joined import join_projections
 from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
@@ -52,7 +53,7 @@ _RECORDING_S = 10.0
 TOKENWISE_TOKENS = 16
 """Tokens of every batch-invariant pass on a CPU: a round of one stream is one pass."""
 
-_REPLAY_TOLERANCE = 0.1
+_REPLAY_TOLERANCE, _DIRECT_TOLERANCE = 0.1, 1e-3
 """In half precision, kernels for different sizes round differently; a defect differs by about 1."""
 
 
@@ -137,6 +138,10 @@ class ModelRunner(Runner):
         self._padded = (
             self._make_padded(replay, self._run_padded, batch_invariant=batch_invariant) if replay else None
         )
+        self._direct: DirectPass | None = None
+        if type(self) is ModelRunner and not (has_scratch or compiles) and can_run(model):
+            scorings = {module: shape.scoring for module, shape in probe.shapes.items()}
+            self._run_directly(DirectPass(model, scorings, min(num_slots, self.context_len or num_slots)))
         self._chains: ChainSteps | None = None
         if replay and self._padded is not None and not (batch_invariant or shows_states):
             self._chains = ChainSteps(self._padded, replay)
@@ -206,6 +211,15 @@ class ModelRunner(Runner):
             log.warning("layers are not compiled: %s", problem)
         end_compilers()
 
+    @torch.inference_mode()
+    def _run_directly(self, direct: DirectPass) -> None:
+        """In passes of our own, where they come to what the model's own do."""
+        expected, self._direct = self._trial(), direct
+        difference = relative_error(self._trial(), expected)
+        if not difference <= _DIRECT_TOLERANCE:
+            self._direct = None
+            log.warning("direct passes differ by %.2g of the logits' spread: they are not used", difference)
+
     def _trial(self) -> Tensor:
         """Logits of some tokens, as they are without replay: of one alone, and of some at once."""
         found, tokens = [], self._tried_tokens()
@@ -264,7 +278,7 @@ class ModelRunner(Runner):
         probe = Probe(recurrence)
         row = np.zeros(1, dtype=np.int64)
         try:
-            logits = self._call_model(row, row, probe, row)
+            logits = self._logits(probe, *self._on_device(row, row, row))
         except (UnsupportedError, ModelLoadError) as error:
             raise ModelLoadError(f"the model cannot be served: {error}") from error
         self.vocab_size = int(logits.shape[-1])
@@ -375,8 +389,12 @@ class ModelRunner(Runner):
         steps = self._steps_without(left_out)
         logits = steps.run(batch) if steps is not None else None
         if logits is None:
-            with left_out.skipped():
-                logits = self._run_packed(batch).float()
+            direct, self._direct = self._direct, None  # which runs all blocks
+            try:
+                with left_out.skipped():
+                    logits = self._run_packed(batch).float()
+            finally:
+                self._direct = direct
         return logits
 
     def _steps_without(self, left_out: Blocks) -> PaddedSteps | None:
@@ -445,7 +463,7 @@ class ModelRunner(Runner):
             to_device(_padded_to_size(part, 0), self.device)
             for part in (batch.token_ids, batch.positions, batch.rows)
         )
-        logits = self._logits(token_ids, positions, packed, rows)
+        logits = self._logits(packed, token_ids, positions, rows)
         return logits[: len(batch.rows)].float()
 
     def _run(self, batch: Batch) -> Tensor:
@@ -462,7 +480,10 @@ class ModelRunner(Runner):
             each = batch.segments
             starts, num_query = [one.first_query for one in each], [one.num_query for one in each]
             packed.recurrence = self._recurrence(batch.caches, starts, num_query, packed.adapters)
-        logits = self._call_model(batch.token_ids, batch.positions, packed, batch.rows)
+        inputs = self._on_device(batch.token_ids, batch.positions, batch.rows)
+        if self._direct is not None and packed.adapters is None:
+            return self._direct.logits(packed, *inputs)
+        logits = self._logits(packed, *inputs)
         if batch.caches:
             packed.recurrence.keep()
         return logits
@@ -471,19 +492,17 @@ class ModelRunner(Runner):
         """Logits of a padded step; reads only device memory, so that it can be captured."""
         parts = inputs.on_device
         packed = TabledBatch(inputs, self._layers, self.pool.page_size)
-        return self._logits(parts.token_ids, parts.positions, packed, parts.rows)
+        return self._logits(packed, parts.token_ids, parts.positions, parts.rows)
 
-    def _call_model(
-        self, token_ids: IntArray, positions: IntArray, packed: attention.Attend, rows: IntArray
-    ) -> Tensor:
-        """As `_logits`, for inputs on the host."""
+    def _on_device(
+        self, token_ids: IntArray, positions: IntArray, rows: IntArray
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs of `_logits`."""
         some = None if len(rows) == len(token_ids) else to_device(rows, self.device)
-        return self._logits(
-            to_device(token_ids, self.device), to_device(positions, self.device), packed, some
-        )
+        return to_device(token_ids, self.device), to_device(positions, self.device), some
 
     def _logits(
-        self, token_ids: Tensor, positions: Tensor, packed: attention.Attend, rows: Tensor | None
+        self, packed: attention.Attend, token_ids: Tensor, positions: Tensor, rows: Tensor | None
     ) -> Tensor:
         """The model's own forward on one packed row: [number of rows, vocab_size] in the model's dtype.
 

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from specwire.completion import (
     Chunk,
     Completion,
@@ -226,6 +229,23 @@ def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -
         raise InvalidRequestError(str(form), f"{num_bytes} bytes", f"is over the limit of {max_bytes} bytes")
 
 
+def check_known(message: Message, name: str = "request") -> None:
+    """Refuse what a client of another version asks for: protobuf drops a field that it does not know.
+
+    Args:
+        name: of the field that has the message, for the error.
+    """
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        problem = "is not known to this version of the coordinator: its client has another one"
+        raise InvalidRequestError(name, f"field {unknown[0].field_number}", problem)
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for each in value if field.is_repeated else (value,):
+            check_known(each, field.name)
+
+
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     """All parameters of a client's request."""
     stops = request.stop_conditions
@@ -275,6 +295,7 @@ def acknowledgement(num_tokens: int) -> generation_pb2.GenerateRequest:
 
 def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
     """The number of tokens, at least 1, that a later request of a stream acknowledges, and nothing else."""
+    check_known(request)
     for field, _ in request.ListFields():
         if field.name != "credit_tokens":
             raise InvalidRequestError(field.name, "set", "only the first request of a stream may set it")

@@ -1,0 +1,73 @@
+"""Passes of our own through a Llama's layers: where they run, and not for a model that differs.
+
+`test_runner.py`, `test_trees.py` and all tests of texts compare them with transformers' own passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specwire.engine.batch import Feed
+from specwire.engine.model.runner import ModelRunner, relative_error
+from tests.support.tiny_models import build
+
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+DYNAMIC = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+
+
+def runner_of(model: Any, **options: Any) -> ModelRunner:
+    return ModelRunner(model, num_pages=32, page_size=16, **options)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+        {"rope_parameters": YARN, "tie_word_embeddings": True},
+    ],
+    ids=["biases", "rotation"],
+)
+def test_every_part_of_a_model_is_run(fields: dict[str, Any]) -> None:
+    runner = runner_of(build("llama", **fields))
+    assert runner._direct is not None
+    with runner.new_sequence() as cache:
+        direct = runner.forward([Feed(cache, range(60), 60)])
+        cache.truncate(0)
+        runner._direct = None
+        assert relative_error(direct, runner.forward([Feed(cache, range(60), 60)])) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["family", "half precision", "a hook", "rotation by length", "one size"])
+def test_other_models_are_run_by_transformers(case: str) -> None:
+    model = build(
+        "mistral" if case == "family" else "llama", **{"rope_parameters": DYNAMIC} if "length" in case else {}
+    )
+    if case == "half precision":
+        model = model.bfloat16()
+    if case == "a hook":
+        model.model.norm.register_forward_hook(lambda *_: None)
+    assert runner_of(model, batch_invariant=case == "one size")._direct is None
+
+
+def test_a_model_that_computes_something_else_is_not_run_directly(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama")
+    layer = model.model.layers[1].mlp
+    theirs = layer.forward
+    layer.forward = lambda states: 1.02 * theirs(states)  # as a later version of transformers might
+    assert runner_of(model)._direct is None
+    assert "direct passes differ by 0.0" in caplog.text
+
+
+def test_weights_that_change_are_read() -> None:
+    model = build("llama")
+    runner = runner_of(model)
+    with torch.inference_mode():
+        before = runner._trial()
+        for weight in model.parameters():
+            weight.mul_(1.1)
+        after, runner._direct = runner._trial(), None
+        assert relative_error(after, before) > 0.01
+        assert relative_error(after, runner._trial()) < 1e-5
