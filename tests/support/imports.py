@@ -40,7 +40,7 @@ def reached(*paths: Path) -> set[Path]:
 def nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(tree):
         inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-        if (inside and not lazy) or is_type_checking(child):
+        if isinstance(child, ast.expr) or (inside and not lazy) or is_type_checking(child):
             continue
         yield child
         yield from nodes(child, lazy)

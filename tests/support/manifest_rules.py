@@ -32,6 +32,9 @@ from specwire.v1 import draft_pb2, generation_pb2, verify_pb2
 from tests.support.custom_schemas import CUSTOM
 from tests.support.manifests import COMPONENT, ROOT, Manifests, Object, Pod, may_connect, named_port
 
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+"""Read once, and not for every object."""
+NEWEST_KUBERNETES = kubernetes_validate.latest_version()
 DNS = "dns:///"
 OLDEST_KUBERNETES = "1.30"
 """The first one with `preStop.sleep` switched on."""
@@ -80,9 +83,8 @@ def schema(manifests: Manifests) -> Iterator[str]:
     for item in manifests.objects:
         parts = [item] if item["kind"] not in CUSTOM else list(_templates(item["spec"]))
         for part in parts:
-            for version in (OLDEST_KUBERNETES, kubernetes_validate.latest_version()):
-                problem = _schema_problem(json.dumps(part), version)
-                if problem:
+            for version in (OLDEST_KUBERNETES, NEWEST_KUBERNETES):
+                if problem := _schema_problem(json.dumps(part), version):
                     yield f"{_name(item)}: {problem} (Kubernetes {version})"
         for error in jsonschema.Draft202012Validator(CUSTOM.get(item["kind"], {})).iter_errors(item):
             yield f"{_name(item)}: {error.json_path} {error.message}"

@@ -39,7 +39,7 @@ def render(directory: Path) -> list[Object]:
         [kubectl(), "kustomize", str(directory)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return list(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
 def compose(directory: Path, overlay: str, components: Sequence[str], **further: Any) -> None:

@@ -135,15 +135,9 @@ class TestSources:
         environ = {"SPECWIRE_TIMEOUT_S": "7"}
         assert read_config(ClientConfig, parse(ClientConfig), {}).timeout_s == 120
         assert read_config(ClientConfig, parse(ClientConfig), environ).timeout_s == 7
-        assert read_config(ClientConfig, parse(ClientConfig, "--timeout-s", "8"), environ).timeout_s == 8
-
-    def test_a_flag_beats_even_a_bad_variable(self) -> None:
         args = parse(ClientConfig, "--timeout-s", "8")
-        assert read_config(ClientConfig, args, {"SPECWIRE_TIMEOUT_S": "soon"}).timeout_s == 8
-
-    def test_configs_are_frozen(self) -> None:
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            ClientConfig().timeout_s = 3.0  # type: ignore[misc]
+        for text in ("7", "soon"):
+            assert read_config(ClientConfig, args, {"SPECWIRE_TIMEOUT_S": text}).timeout_s == 8
 
 
 def written(directory: Path, text: str) -> argparse.Namespace:
@@ -203,14 +197,12 @@ class TestServe:
         assert (other.draft_model, other.coordinator_speculation) == ("none", '{"method": "ngram"}')
         assert about_draft(other) == "draft ngram, the default; --draft none serves the target alone"
         assert about_draft(self.serve(draft="suffix")) == "draft suffix"
-        given = self.serve(target="org/model", speculative_config='{"method": "suffix"}')
-        assert given.coordinator_speculation == '{"method": "suffix"}'
-        assert "the default" not in about_draft(given)
-
-    def test_the_target_alone(self) -> None:
         alone = self.serve(draft="none")
         assert (alone.draft_model, alone.coordinator_speculation) == ("none", "")
         assert about_draft(alone) == "draft none: the target alone, served plainly"
+        given = self.serve(target="org/model", speculative_config='{"method": "suffix"}')
+        assert given.coordinator_speculation == '{"method": "suffix"}'
+        assert "the default" not in about_draft(given)
 
     @pytest.mark.parametrize(("is_usable", "device"), [(True, "cuda"), (False, "cpu")])
     def test_the_device_by_default(
@@ -313,24 +305,6 @@ class TestAdapters:
             UpConfig(lora_modules=given, **others)
 
 
-class TestBooleans:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Switch:
-        on: bool = flags.option(False, "a switch")
-
-    @pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("no", False), ("0", False)])
-    def test_variables(self, text: str, value: bool) -> None:
-        assert read_config(self.Switch, parse(self.Switch), {"SPECWIRE_ON": text}).on is value
-
-    def test_flags(self) -> None:
-        assert read_config(self.Switch, parse(self.Switch, "--on"), {}).on
-        assert not read_config(self.Switch, parse(self.Switch, "--no-on"), {"SPECWIRE_ON": "1"}).on
-
-    def test_neither(self) -> None:
-        with pytest.raises(ConfigError, match="SPECWIRE_ON='perhaps' is neither true nor false"):
-            read_config(self.Switch, parse(self.Switch), {"SPECWIRE_ON": "perhaps"})
-
-
 class TestRefusals:
     def test_a_misspelt_variable_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:
         check_environment({"SPECWIRE_NUM_DRAFT_TOKEN": "sw_secret", "SPECWIRE_QQQ": "", "PATH": "/bin"})
@@ -363,23 +337,25 @@ class TestRefusals:
             ("SPECWIRE_PAGE_SIZE", "1.5", "is not a whole number"),
             ("SPECWIRE_PAGE_SIZE", "", "is not a whole number"),
             ("SPECWIRE_GRACE_S", "soon", "is not a number"),
+            ("SPECWIRE_PREFIX_SHARING", "perhaps", "is neither true nor false"),
         ],
     )
     def test_a_variable_that_does_not_parse(self, variable: str, text: str, problem: str) -> None:
         with pytest.raises(ConfigError, match=f"{variable}={text!r} {problem}"):
             read_config(VerifyConfig, parse(VerifyConfig), {variable: text})
 
-    def test_a_bad_value_is_named_by_where_it_came_from(self) -> None:
+    @pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("no", False), ("0", False)])
+    def test_words_for_true_and_false(self, text: str, value: bool) -> None:
+        environ = {"SPECWIRE_PREFIX_SHARING": text}
+        assert read_config(VerifyConfig, parse(VerifyConfig), environ).prefix_sharing is value
+
+    def test_a_bad_value_is_named_by_where_it_came_from(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"^--page-size -1: must be at least 0$"):
             read_config(VerifyConfig, parse(VerifyConfig, "--page-size", "-1"), {})
-        with pytest.raises(
-            ConfigError, match=r"^environment variable SPECWIRE_PAGE_SIZE=-1: must be at least 0$"
-        ):
+        with pytest.raises(ConfigError, match=r"^environment variable SPECWIRE_PAGE_SIZE=-1: must be"):
             read_config(VerifyConfig, parse(VerifyConfig), {"SPECWIRE_PAGE_SIZE": "-1"})
         with pytest.raises(ConfigError, match=r"^--block-size -1: must be at least 0$"):
             read_config(VerifyConfig, parse(VerifyConfig, "--block-size", "-1"), {})
-
-    def test_a_bad_value_of_a_file_is_named_by_its_key(self, tmp_path: Path) -> None:
         args = written(tmp_path, "block-size: -1")
         with pytest.raises(ConfigError, match=r"flags\.yaml: block-size: -1: must be at least 0$"):
             read_config(VerifyConfig, args, {})
@@ -414,13 +390,10 @@ class TestRefusals:
             (VerifyConfig, "max_prefill_tokens", 0),
             (VerifyConfig, "max_num_tokens", 64),
             (VerifyConfig, "grace_s", -0.1),
-            (VerifyConfig, "grace_s", float("nan")),
-            (VerifyConfig, "grace_s", float("inf")),
             (VerifyConfig, "max_message_bytes", 100),
             (VerifyConfig, "log_level", "loud"),
             (VerifyConfig, "address", "localhost"),
             (DraftConfig, "support_mass", 0.0),
-            (DraftConfig, "support_mass", 1.5),
             (DraftConfig, "max_support", 0),
             (CoordinatorConfig, "num_draft_tokens", "65"),
             (CoordinatorConfig, "draft_address", "nowhere"),
@@ -430,23 +403,17 @@ class TestRefusals:
             (CoordinatorConfig, "connect_timeout_s", float("nan")),
             (UpConfig, "target", "/no/such/directory"),
             (UpConfig, "draft", "/no/such/directory"),
-            (UpConfig, "draft_dtype", "int4"),
-            (UpConfig, "num_draft_tokens", "-1"),
             (UpConfig, "num_kv_tokens", 0),
             (UpConfig, "start_timeout_s", 0.0),
-            (UpConfig, "address", "7070"),
             (ClientConfig, "server", "localhost:http"),
             (ClientConfig, "timeout_s", 0.0),
             (Link, "rtt_ms", -1.0),
-            (Link, "rtt_ms", float("nan")),
             (Link, "jitter_ms", float("inf")),
             (Link, "jitter_ms", 0.1),
             (Link, "bandwidth_mbps", -0.5),
-            (ProxyConfig, "rtt_ms", float("inf")),
             (ProxyConfig, "listen", "7070"),
             (ProxyConfig, "to", ""),
             (HttpConfig, "cors_origin", "app.example"),
-            (HttpConfig, "cors_origin", "https://app.example/"),
             (HttpConfig, "cors_origin", "ftp://app.example"),
             (HttpConfig, "metrics_from", "9464"),
         ],
@@ -509,28 +476,19 @@ class TestSpeculativeConfig:
         ("given", "named"),
         [
             ('{"method": "eagle"}', "method='eagle': is not one of ngram"),
-            ('{"method": ["ngram"]}', "method=['ngram']: is not one of ngram"),
             (
                 '{"method": "eagle2", "model": "org/head", "num_speculative_tokens": 3}',
                 f"method='eagle2': is not one of {', '.join(METHODS)}, draft_model, heads, medusa, layers, "
                 "mtp, dflash, eagle3",
             ),
-            (
-                '{"method": "bigram", "prompt_lookup_max": 4}',
-                "is not a key of method bigram; known",
-            ),
+            ('{"method": "bigram", "prompt_lookup_max": 4}', "is not a key of method bigram; known"),
             ('{"corpus": "README.md"}', "corpus='README.md': is not a key of method ngram"),
             ('{"method": "unigram", "corpus": "no/such"}', "corpus='no/such': no such file"),
             ('{"method": "unigram", "corpus": 3}', "corpus=3: is not the name of a file"),
             ('{"prompt_lookup_mix": 2}', "prompt_lookup_mix=2: is not a key"),
-            (
-                '{"num_speculative_tokens": 65}',
-                "num_speculative_tokens=65: must be a whole number in [1, 64]",
-            ),
-            ('{"num_speculative_tokens": true}', "num_speculative_tokens=True"),
+            ('{"num_speculative_tokens": 65}', "=65: must be a whole number in [1, 64]"),
             ('{"prompt_lookup_min": "2"}', "prompt_lookup_min='2'"),
             ('{"prompt_lookup_min": 17}', "prompt_lookup_max=16: must be a whole number in [17, 32]"),
-            ('["ngram"]', "is not a JSON object"),
             ("ngram", "is not a JSON object"),
         ],
     )
@@ -576,7 +534,6 @@ class TestSpeculativeConfig:
         assert (plain.model_draft.selection, plain.model_draft.num_chains) == ("", 4)
         for others, problem in (
             ({"num_chains": 17}, r"num_chains=17: must be a whole number in \[1, 16\]"),
-            ({"num_chains": True}, "num_chains=True: must be a whole number"),
             ({"selection": "lists"}, "selection='lists': is not kseq"),
             ({"selection": ""}, "num_chains=8: is of selection kseq only"),
             ({"max_depth": 6}, "selection='kseq': does not combine with max_depth"),
@@ -602,10 +559,6 @@ class TestSpeculativeConfig:
         given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
         with pytest.raises(ConfigError, match=problem):
             UpConfig(speculative_config=given, **fields)
-
-    def test_the_short_form_beside_the_long_one(self) -> None:
-        config = UpConfig(draft="ngram", speculative_config='{"prompt_lookup_max": 7}')
-        assert config.coordinator_speculation == '{"prompt_lookup_max": 7}'
 
     @pytest.mark.parametrize("draft", ["ngram,", "ngram,no/such/dir/", "ngram,ngram,x"])
     def test_a_model_that_is_not_there(self, draft: str) -> None:

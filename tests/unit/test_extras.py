@@ -35,13 +35,14 @@ def test_an_extra_is_known_by_modules_of_its_packages(extra: str) -> None:
         assert packages & {canonicalize_name(owner) for owner in owners[name]}, module
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("main", "command", "module", "extra"),
     [
         ("specwire.cli", ["up"], "torch", "serve"),
+        ("specwire.cli", ["http"], "starlette", "http"),
         ("specwire.cli", ["demo"], "torch", "serve"),
         ("specwire.cli", ["timeline", "--live"], "torch", "serve"),
-        ("specwire.cli", ["http"], "starlette", "http"),
         ("draft_service", [], "torch", "serve"),
         ("verify_service", [], "transformers", "serve"),
         ("coordinator", [], "grpc_reflection", "coordinator"),
