@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,21 +51,6 @@ def test_truncate_refuses_lengths_that_are_not_held(length: int) -> None:
     assert sequence.length == 3
 
 
-def test_exhaustion_changes_nothing() -> None:
-    pool = PagePool(4, 4)
-    one, two = pool.new_sequence(), pool.new_sequence()
-    one.append(6)
-    two.append(5)
-    with pytest.raises(ResourceExhaustedError, match="full"):
-        one.append(3)
-    assert (one.length, len(one.pages), pool.num_free_pages) == (6, 2, 0)
-    check_integrity(pool)
-    one.append(2)  # what is left of its own page
-    two.release()
-    one.append(3)
-    check_integrity(pool)
-
-
 def test_fork_shares_until_the_first_write() -> None:
     parent = sequence_of(6)
     pool, child = parent.pool, parent.fork()
@@ -88,18 +75,6 @@ def test_full_pages_are_never_copied() -> None:
     child.append(1)
     assert parent.pool.copies.take() is None
     assert parent.pages == child.pages[:2]
-
-
-def test_copy_on_write_that_does_not_fit_changes_nothing() -> None:
-    parent = sequence_of(2, num_pages=1)
-    pool, child = parent.pool, parent.fork()
-    with pytest.raises(ResourceExhaustedError):
-        child.append(1)
-    assert (child.length, child.pages) == (2, parent.pages)
-    check_integrity(pool)
-    parent.release()
-    child.append(1)
-    assert pool.copies.take() is None
 
 
 def test_release_is_idempotent_and_final() -> None:
@@ -183,65 +158,87 @@ def test_nothing_moves_into_a_page_that_others_read(kept: list[int], num_left: i
         check_integrity(sequence.pool)
 
 
-@pytest.mark.sample(1)
+class History:
+    """Sequences over a plain model of the memory.
+
+    Attributes:
+        finds: whether sequences begin with pages that are known by their tokens, of which there are few then.
+        memory: by slot its token; where pages are found, all tokens up to its own.
+        num_found: tokens that sequences began with.
+    """
+
+    def __init__(self, seed: int, *, finds: bool) -> None:
+        self.rng, self.pool, self.finds, self.num_found = random.Random(seed), PagePool(24, 4), finds, 0
+        self.memory: dict[int, Any] = {}
+        self.live: list[tuple[SequenceCache, list[int]]] = []
+        self.tokens = itertools.count()
+
+    def contents(self, tokens: list[int]) -> list[Any]:
+        return [tuple(tokens[: i + 1]) for i in range(len(tokens))] if self.finds else tokens
+
+    def new_tokens(self, most: int) -> list[int]:
+        return [next(self.tokens) if not self.finds else self.rng.randint(0, 1) for _ in range(most)]
+
+    def step(self) -> None:
+        """A random operation. Paths of trees are kept where contents depend on no token before."""
+        rng, others = self.rng, ["fork", "release"] if self.finds else ["keep", "fork", "release"]
+        action = rng.choice(["new", "append", "append", "append", "truncate", *others])
+        if action == "new" or not self.live:
+            sequence, tokens = self.pool.new_sequence(), self.new_tokens(12)
+            length = sequence.reuse_prefix(tokens, 12) if self.finds else 0
+            self.live.append((sequence, tokens[:length]))
+            self.num_found += length
+            return
+        sequence, tokens = self.live[index := rng.randrange(len(self.live))]
+        if action == "append":
+            new = self.new_tokens(rng.randint(0, 9))
+            with contextlib.suppress(ResourceExhaustedError):
+                slots = appended(sequence, len(new))
+                do_copies(self.pool, self.memory)
+                tokens.extend(new)
+                contents = self.contents(tokens)[len(tokens) - len(new) :]
+                self.memory.update(zip(slots.tolist(), contents, strict=True))
+                if self.finds:
+                    sequence.remember(tokens)
+        elif action == "truncate":
+            sequence.truncate(length := rng.randint(0, sequence.length))
+            del tokens[length:]
+        elif action == "keep":
+            start = rng.randint(0, sequence.length)
+            kept = sorted(rng.sample(range(sequence.length - start), rng.randint(0, sequence.length - start)))
+            sequence.keep(start, kept)
+            assert sequence.length <= start + len(kept)
+            tokens[start:] = [tokens[start + i] for i in kept][: sequence.length - start]
+        elif action == "fork":
+            self.live.append((sequence.fork(), tokens.copy()))
+        else:
+            sequence.release()
+            self.live.pop(index)
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_histories(seed: int) -> None:
-    """The cache against a plain model of it: what was written to a slot is still there when it is read.
+@pytest.mark.parametrize("finds", [False, True], ids=["its own pages", "known ones"])
+def test_random_histories(seed: int, finds: bool) -> None:
+    """What was written to a slot is still there when it is read.
 
     Copies stay pending over any number of operations, until the next append.
     """
-    rng, pool = random.Random(seed), PagePool(24, 4)
-    memory: dict[int, int] = {}
-    live: list[tuple[SequenceCache, list[int]]] = []
-    for step in range(1500):
-        _random_operation(rng, pool, live, memory, step)
+    history = History(seed, finds=finds)
+    pool = history.pool
+    for _ in range(600):
+        history.step()
         check_integrity(pool)
-        seen = after_copies(pool, memory)
-        for sequence, tokens in live:
-            assert [seen[slot] for slot in sequence.slots(0, sequence.length)] == tokens
-            spelled = [s + i for s, n in runs_in(sequence) for i in range(n)]
-            assert spelled == sequence.slots(0, sequence.length).tolist()
-    for sequence, _ in live:
+        seen = after_copies(pool, history.memory)
+        for sequence, tokens in history.live:
+            slots = sequence.slots(0, sequence.length).tolist()
+            assert [seen[slot] for slot in slots] == history.contents(tokens)
+            assert [s + i for s, n in runs_in(sequence) for i in range(n)] == slots
+    assert (history.num_found > 50) is finds
+    for sequence, _ in history.live:
         sequence.release()
-    assert pool.num_free_pages == pool.num_pages
+    assert (pool.num_held_pages, pool.num_free_pages) == (0, pool.num_pages)
     check_integrity(pool)
-
-
-def _random_operation(
-    rng: random.Random,
-    pool: PagePool,
-    live: list[tuple[SequenceCache, list[int]]],
-    memory: dict[int, int],
-    step: int,
-) -> None:
-    action = rng.choice(["new", "append", "append", "append", "truncate", "keep", "fork", "release"])
-    if action == "new" or not live:
-        live.append((pool.new_sequence(), []))
-        return
-    index = rng.randrange(len(live))
-    sequence, tokens = live[index]
-    if action == "append":
-        new = [step * 100 + i for i in range(rng.randint(0, 9))]
-        with contextlib.suppress(ResourceExhaustedError):
-            slots = appended(sequence, len(new))
-            do_copies(pool, memory)
-            memory.update(zip(slots.tolist(), new, strict=True))
-            tokens.extend(new)
-    elif action == "truncate":
-        length = rng.randint(0, sequence.length)
-        sequence.truncate(length)
-        del tokens[length:]
-    elif action == "keep":
-        start = rng.randint(0, sequence.length)
-        kept = sorted(rng.sample(range(sequence.length - start), rng.randint(0, sequence.length - start)))
-        sequence.keep(start, kept)
-        assert sequence.length <= start + len(kept)
-        tokens[start:] = [tokens[start + i] for i in kept][: sequence.length - start]
-    elif action == "fork":
-        live.append((sequence.fork(), tokens.copy()))
-    else:
-        sequence.release()
-        live.pop(index)
 
 
 def test_integrity_names_a_lost_reference() -> None:
@@ -249,9 +246,6 @@ def test_integrity_names_a_lost_reference() -> None:
     sequence.pool.share(sequence.pages[:1])
     with pytest.raises(IntegrityError, match="page 0: 2 references, 1 tables"):
         check_integrity(sequence.pool)
-
-
-def test_integrity_names_a_wrong_length() -> None:
     sequence = sequence_of(5)
     sequence.length = 4
     with pytest.raises(IntegrityError, match="length 4"):

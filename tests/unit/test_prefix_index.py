@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
-from specwire.engine.cache.prefix import ROOT, page_digest, root
+from specwire.engine.cache.prefix import ROOT, root
 from specwire.errors import InternalError, ResourceExhaustedError
 from tests.support.integrity import IntegrityError, check_integrity
-from tests.support.slot_memory import do_copies, runs_in
+from tests.support.slot_memory import runs_in
 
 SIZE = 4
 
@@ -39,12 +39,6 @@ def found(pool: PagePool, tokens: list[int], salt: str = "") -> int:
         return sequence.reuse_prefix(tokens, len(tokens))
 
 
-def test_a_name_stands_for_everything_before() -> None:
-    one, other = page_digest(ROOT, [1, 2]), page_digest(ROOT, [1, 3])
-    assert len(one) == 16
-    assert page_digest(one, [5, 6]) == page_digest(one, [5, 6]) != page_digest(other, [5, 6])
-
-
 def test_complete_pages_are_found_again_and_shared(pool: PagePool) -> None:
     first = filled(pool, list(range(10)))
     second = pool.new_sequence()
@@ -57,7 +51,7 @@ def test_complete_pages_are_found_again_and_shared(pool: PagePool) -> None:
     second.release()
     assert (pool.num_held_pages, pool.num_cached_pages, pool.num_free_pages) == (0, 2, 8)
     assert found(pool, [0, 1, 2, 3, 9, 9, 9, 9]) == 4
-    assert found(pool, [9, 1, 2, 3]) == 0
+    assert found(pool, [9, 1, 2, 3, 4, 5, 6, 7]) == 0
     check_integrity(pool)
 
 
@@ -94,12 +88,6 @@ def test_only_an_empty_sequence_adopts(pool: PagePool) -> None:
         sequence.reuse_prefix([1, 2, 3, 4], 4)
 
 
-def test_nothing_is_known_that_was_not_remembered(pool: PagePool) -> None:
-    with pool.new_sequence() as sequence:
-        sequence.append(8)
-    assert (pool.num_cached_pages, found(pool, list(range(8)))) == (0, 0)
-
-
 def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written(pool: PagePool) -> None:
     tokens = list(range(12))
     sequence = filled(pool, tokens)
@@ -113,18 +101,6 @@ def test_a_rollback_into_a_page_forgets_it_and_what_follows_when_it_is_written(p
     sequence.append(1)
     sequence.remember([*tokens[:6], 50, 51])
     assert found(pool, [*tokens[:6], 50, 51]) == 8
-
-
-def test_a_rollback_into_a_page_that_others_read_copies_it(pool: PagePool) -> None:
-    tokens = list(range(8))
-    first, second = filled(pool, tokens), filled(pool, tokens)
-    second.truncate(6)
-    second.append(1)
-    copies = pool.copies.take()
-    assert copies is not None
-    assert copies.src.tolist() == [first.pages[1] * SIZE, first.pages[1] * SIZE + 1]
-    check_integrity(pool)
-    assert found(pool, tokens) == 8
 
 
 def test_the_same_content_twice_is_known_once(pool: PagePool) -> None:
@@ -187,7 +163,7 @@ def test_no_orphan_stays_when_a_page_in_front_goes() -> None:
 
 def test_growth_stays_contiguous_when_all_memory_is_cached() -> None:
     rng, pool, live, runs = random.Random(0), PagePool(1024, 16), [], []
-    for step in range(600):
+    for step in range(300):
         tokens = [step * 1000 + i for i in range(rng.randint(16, 400))]
         live.append((pool.new_sequence(), tokens))
         live[-1][0].append(len(tokens))
@@ -202,62 +178,6 @@ def test_growth_stays_contiguous_when_all_memory_is_cached() -> None:
     check_integrity(pool)
     assert pool.num_cached_pages > 100
     assert np.mean(runs) < 4
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_found_holds_the_right_tokens(seed: int) -> None:
-    """Random histories over few token ids, against a plain model of the memory."""
-    rng, pool = random.Random(seed), PagePool(24, SIZE)
-    memory: dict[int, tuple[int, ...]] = {}  # slot → the tokens up to its own
-    live: list[tuple[SequenceCache, list[int]]] = []
-    num_found = 0
-    for _ in range(1000):
-        num_found += _random_operation(rng, pool, live, memory)
-        check_integrity(pool)
-        for sequence, tokens in live:
-            slots = sequence.slots(0, sequence.length).tolist()
-            assert [memory[slot] for slot in slots] == [tuple(tokens[: i + 1]) for i in range(len(tokens))]
-    assert num_found > 50
-    for sequence, _ in live:
-        sequence.release()
-    check_integrity(pool)
-    assert (pool.num_held_pages, pool.num_free_pages) == (0, 24)
-
-
-def _random_operation(
-    rng: random.Random,
-    pool: PagePool,
-    live: list[tuple[SequenceCache, list[int]]],
-    memory: dict[int, tuple[int, ...]],
-) -> int:
-    action = rng.choice(["new", "append", "append", "append", "truncate", "fork", "release"])
-    if action == "new" or not live:
-        tokens = [rng.randint(0, 1) for _ in range(12)]
-        sequence = pool.new_sequence()
-        length = sequence.reuse_prefix(tokens, 12)
-        live.append((sequence, tokens[:length]))
-        return length
-    sequence, tokens = live[index := rng.randrange(len(live))]
-    if action == "append":
-        new = [rng.randint(0, 1) for _ in range(rng.randint(0, 6))]
-        try:
-            sequence.append(len(new))
-        except ResourceExhaustedError:
-            return 0
-        do_copies(pool, memory)
-        for slot, token in zip(sequence.slots(len(tokens), sequence.length).tolist(), new, strict=True):
-            tokens.append(token)
-            memory[slot] = tuple(tokens)
-        sequence.remember(tokens)
-    elif action == "truncate":
-        sequence.truncate(length := rng.randint(0, sequence.length))
-        del tokens[length:]
-    elif action == "fork":
-        live.append((sequence.fork(), tokens.copy()))
-    else:
-        sequence.release()
-        live.pop(index)
-    return 0
 
 
 def test_integrity_names_a_page_both_free_and_findable() -> None:
