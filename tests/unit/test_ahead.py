@@ -17,7 +17,6 @@ from specwire.core import (
     SamplingParams,
     Timings,
     Verdict,
-    Wanted,
 )
 from specwire.errors import InvalidRequestError
 from specwire.proposals.prepared import PreparedProposals
@@ -239,14 +238,3 @@ class TestColumns:
         message.ClearField("continuations")
         with pytest.raises(InvalidRequestError, match="ahead_ids"):
             wire.answers_from_proto(message, VOCAB_SIZE)
-
-    def test_what_the_service_is_to_propose(self) -> None:
-        orders = [
-            VerifyOrder(1, 4, 3, [1], wanted=Wanted(16, 4)),
-            VerifyOrder(2, 5, 3, [1], wanted=Wanted(3)),
-        ]
-        found = wire.orders_from_proto(received(*orders), VOCAB_SIZE)
-        assert [each.wanted for each in found] == [Wanted(16, 4), Wanted(3)]
-        plain = received(VerifyOrder(2, 5, 3, [1]))
-        assert not plain.num_next_draft_tokens
-        assert not plain.next_max_depths

@@ -26,14 +26,12 @@ from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Plan, Round
 from coordinator.length.choice import SharedChoice
 from coordinator.length.planners import FixedLength, WithText
-from coordinator.peers.checks import check_proposal
 from specwire.config.speculative import COUNTS, METHODS, SpeculativeConfig
 from specwire.core import Load, Outcome, Proposal, Verdict
 from specwire.embedded import TARGET_DIR
 from specwire.errors import ConfigError
 from specwire.proposals.estimate.rates import Rate, expected_tokens
 from specwire.proposals.history import NO_TOKENS, History, TokenArray, likeliest_path
-from specwire.rpc.wire import proposals
 from specwire.telemetry.tracing import NO_SPAN, Span
 from specwire.text.tokenizer import load
 
@@ -68,14 +66,13 @@ def drafter(
     model: FakeModel | None = None,
     *,
     is_fixed: bool = False,
-    matches_tokens: bool = True,
     outputs: list[Sequence[int]] | None = None,
 ) -> TextDrafter:
     return TextDrafter(
         method=method or Occurrences(CONFIG),
         model=model or FakeModel(),
         source="ngram",
-        matches_tokens=matches_tokens,
+        matches_tokens=True,
         is_fixed=is_fixed,
         remember=(outputs if outputs is not None else []).append,
     )
@@ -171,16 +168,6 @@ class TestHowMuch:
         assert rate.value == pytest.approx(0.75, abs=0.02)
 
 
-def test_supports_of_one_token_pass_the_checks_of_any_proposal() -> None:
-    proposal, _ = asyncio.run(drafter(matches_tokens=False).propose(TEXT, PLAN, NO_SPAN))
-    assert [(s.token_ids.tolist(), s.probs.tolist()) for s in proposal.supports] == [
-        ([token_id], [1.0]) for token_id in proposal.token_ids
-    ]
-    check_proposal(proposal, matches_tokens=False)
-    sent = proposals.to_proto([proposal], support_len=2)
-    proposals.from_proto(sent, [proposal.base_len], 8)
-
-
 class TestBesideAModel:
     PLAN = Plan(2, num_text_tokens=4)
 
@@ -231,10 +218,6 @@ class TestSuffix:
         assert proposed(drafter(Occurrences(SUFFIX_CONFIG, NO_TOKENS)), text)[:1] == [5]
         assert proposed(drafter(), text)[:1] == [8]
 
-    def test_earlier_outputs(self) -> None:
-        one = Occurrences(SUFFIX_CONFIG, array(7, 1, 2, 3, 4, 5, 6))
-        assert proposed(drafter(one), [9, 1, 2]) == [3, 4, 5, 6]
-
     def test_an_uncertain_path_ends_where_it_does_not_pay(self) -> None:
         """Half of the occurrences go on otherwise after the first token; a long proposal would cost time."""
         load = Load(base_ns=1_000_000, sequence_ns=0, token_ns=200_000)
@@ -270,26 +253,15 @@ class TestCounts:
 class TestCorpus:
     CONFIG = SpeculativeConfig(method="bigram", corpus=__file__)
 
-    def test_it_needs_a_tokenizer(self) -> None:
+    def test_it_is_text_for_a_tokenizer(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"corpus=.*the target has no tokenizer"):
             TextDrafts(self.CONFIG, None)
-
-    def test_it_is_text(self, tmp_path: Path) -> None:
         (path := tmp_path / "x").write_bytes(b"\xff\xfe\x00")
         with pytest.raises(ConfigError, match=r"corpus=.*can't decode"):
             TextDrafts(replace(self.CONFIG, corpus=str(path)), load(TARGET_DIR))
 
 
 class TestEarlierOutputs:
-    def test_scopes_are_apart_and_none_keeps_nothing(self) -> None:
-        outputs = EarlierOutputs()
-        outputs.add("a", [1, 2])
-        outputs.add("a", [3])
-        outputs.add(None, [4])
-        assert outputs.of("a").tolist() == [1, 2, 3]
-        assert not len(outputs.of("b"))
-        assert not len(outputs.of(None))
-
     def test_memory_is_bounded_and_the_oldest_goes(self) -> None:
         outputs = EarlierOutputs()
         for scope in range(MAX_SCOPES + 2):
