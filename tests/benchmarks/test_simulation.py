@@ -32,7 +32,7 @@ def setting(alpha: float, num_draft_tokens: str = "4", **fields: Any) -> Setting
     return Setting(num_draft_tokens=num_draft_tokens, **defaults | fields)
 
 
-def one_stream(world: Setting, num_tokens: int = 1500) -> generation_pb2.Completion:
+def one_stream(world: Setting, num_tokens: int = 900) -> generation_pb2.Completion:
     params = SamplingParams(max_tokens=num_tokens, temperature=0, seed=0)
     return workload.completions(world, [[params]])[0][0]
 
@@ -90,13 +90,13 @@ def test_rounds_are_those_of_the_closed_form(alpha: float, num_draft_tokens: int
 @pytest.mark.slow
 def test_the_best_length_is_that_of_the_closed_form() -> None:
     alpha, lengths = 0.7, (1, 4, 9)
-    rates = [1e3 / (done := one_stream(setting(alpha, str(n)))).timing.total_ms * 1500 for n in lengths]
+    rates = [1e3 / (done := one_stream(setting(alpha, str(n)))).timing.total_ms * 900 for n in lengths]
     tokens = [expected_length(alpha, n) for n in range(11)]
     best = best_length(tokens, [TARGET_MS + n * DRAFT_MS for n in range(11)])
     promised = [expected_length(alpha, n) / (TARGET_MS + n * DRAFT_MS) for n in lengths]
     assert abs(lengths[int(np.argmax(rates))] - best) <= 1
     np.testing.assert_allclose(np.array(rates) / 1e3, promised, rtol=0.06)
-    assert done.usage.completion_tokens == 1500
+    assert done.usage.completion_tokens == 900
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_exact_sampling_and_the_short_cut_come_to_the_same(length: str, depth: d
     model = EmulatedModel(alpha=0.7, runner_up=0.55)
     found = []
     for exact in (False, True):
-        done = one_stream(setting(0.7, length, model=model, exact=exact, num_outcomes="16", **depth), 100)
+        done = one_stream(setting(0.7, length, model=model, exact=exact, num_outcomes="16", **depth), 60)
         found.append((list(done.speculation.acceptance_histogram), done.timing.total_ms))
     assert found[0] == found[1]
     if depth:
-        chain = one_stream(setting(0.7, "4", model=model), 100)
+        chain = one_stream(setting(0.7, "4", model=model), 60)
         assert sum(found[0][0]) < 0.75 * chain.speculation.num_rounds
 
 
@@ -121,7 +121,7 @@ def test_trees_are_found_where_they_pay() -> None:
     dear = free | {"target": StepCost(base_ms=2, token_us=1000)}
     for costs, least_gain in ((free, 1.2), (dear, 0.97)):
         chains, trees = (
-            one_stream(setting(0.7, "auto", max_depth=depth, **costs), 600) for depth in ("0", "auto")
+            one_stream(setting(0.7, "auto", max_depth=depth, **costs), 400) for depth in ("0", "auto")
         )
         assert trees.timing.total_ms < chains.timing.total_ms / least_gain
 
@@ -130,18 +130,18 @@ def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
     """Beside a model, at a distance that the text's drafts do not have."""
     model = EmulatedModel(alpha=0.7, runner_up=0.55, vocab_size=16, repeat=60)
     far: dict[str, Any] = {"model": model, "link": Link(rtt_ms=20), "overheads": LEAN, "max_depth": "0"}
-    without = one_stream(setting(0.7, "4", **far), 600)
-    beside = one_stream(setting(0.7, "4", speculative_config='{"method": "ngram"}', **far), 600)
+    without = one_stream(setting(0.7, "4", **far), 300)
+    beside = one_stream(setting(0.7, "4", speculative_config='{"method": "ngram"}', **far), 300)
     by_source = {counts.source: counts.num_accepted_tokens for counts in beside.speculation.by_source}
-    assert by_source["ngram"] > 300
+    assert by_source["ngram"] > 120
     assert beside.timing.total_ms < without.timing.total_ms / 1.5
 
 
 def test_prepared_outcomes_hide_twenty_milliseconds() -> None:
     far = Link(rtt_ms=20)
     devices: dict[str, Any] = {"link": far, "overheads": LEAN, "draft": StepCost(base_ms=2)}
-    lockstep = one_stream(setting(0.8, **devices), 600)
-    prepared = one_stream(setting(0.8, num_outcomes="16", **devices), 600)
+    lockstep = one_stream(setting(0.8, **devices), 300)
+    prepared = one_stream(setting(0.8, num_outcomes="16", **devices), 300)
     assert prepared.speculation.num_prepared > 0.6 * prepared.speculation.num_rounds
     assert prepared.timing.total_ms < lockstep.timing.total_ms / 1.4
 
@@ -175,7 +175,7 @@ def test_passes_on_one_device_slow_each_other_while_both_run(num_passes: int) ->
 
 
 def test_the_referee_compares_what_is_chosen_with_fixed_lengths() -> None:
-    (found,) = controller.explore(controller.SHARED[:1], 60, lambda _: None)
+    (found,) = controller.explore(controller.SHARED[:1], 30, lambda _: None)
     assert found.best_length in controller.FIXED
     assert 0.5 < found.of_best < 3  # trees are chosen, too
     measured = [bar.measured for bar in controller.bars([found])]

@@ -33,6 +33,7 @@ class TestStall:
             await (await opening)[0].sends_to((await opening)[1], b"new")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("direction", Direction)
 class TestOneWay:
     """The faults that concern one direction, or one end."""
@@ -47,8 +48,8 @@ class TestOneWay:
         async with Linked(Link()) as linked:
             near, far = self.sides(await linked.connect(), direction)
             linked.proxy.degrade(direction, Link(rtt_ms=1000))
-            assert await near.sends_to(far, b"slow") >= 500 * MS
             assert await far.sends_to(near, b"fast") < 500 * MS
+            assert await near.sends_to(far, b"slow") >= 500 * MS
             linked.proxy.degrade(direction, Link())
             assert await near.sends_to(far, b"fast") < 500 * MS
 
@@ -162,15 +163,6 @@ class TestEnds:
             client, served = await linked.connect()
             await client.sends_to(served, b"found")
 
-    async def test_a_cut_before_the_service_knew(self) -> None:
-        async with Linked(Link(rtt_ms=10_000)) as linked:
-            client = await Peer.connect(linked.address)
-            await until(lambda: linked.proxy.num_connections == 1)
-            linked.proxy.cut()
-            with pytest.raises(ConnectionResetError):
-                await client.reader.read()
-            await until(lambda: linked.proxy.num_connections == 0)
-
     async def test_nothing_is_left_of_a_proxy(self) -> None:
         process = psutil.Process()
         num_fds = process.num_fds()
@@ -196,6 +188,7 @@ async def fill(peer: Peer) -> int:
     return num_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stalled", [False, True], ids=["a service that does not read", "a stall"])
 async def test_memory_is_bounded_and_nothing_is_lost(stalled: bool) -> None:
     """What is taken is what the proxy holds and the kernel's buffers do, which are some MB a socket."""

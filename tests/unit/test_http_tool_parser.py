@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from specwire import embedded
-from specwire.http.tools.calls import Calls
 from specwire.http.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, Format, detected
 from specwire.http.tools.json_scan import JsonScan
 from specwire.http.tools.parser import Arguments, CallBegins, Content, Event, ToolParser
@@ -137,11 +136,6 @@ def test_json_is_followed_as_json_reads_it() -> None:
         except (ValueError, ZeroDivisionError):
             end = 0
         assert is_over == end, "".join(text)
-
-
-def test_one_call_where_no_more_are_wanted() -> None:
-    message = Calls(ToolParser(HERMES, NAMES, most=1)).message(f"<tool_call>{NOW}</tool_call><tool_call>{F}")
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
 
 
 @pytest.mark.parametrize(

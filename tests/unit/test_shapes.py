@@ -59,8 +59,8 @@ class Machine:
 
 def test_where_tokens_of_a_pass_cost_nothing_there_are_trees() -> None:
     machine = Machine(token=0)
-    machine.run(1500)
-    rounds = machine.run(1500)
+    machine.run(900)
+    rounds = machine.run(900)
     assert rounds[CHAIN] < 0.15 * rounds.total()
     assert machine.shared.chosen.num_nodes in TREES
 
@@ -76,24 +76,24 @@ def test_the_first_round_is_a_tree_where_that_promises_more(token_ns: int, is_tr
 def test_where_every_token_costs_there_are_chains() -> None:
     """A node costs a fifth of a pass: 16 of them are worth less than they take. Trials are few."""
     machine = Machine(token=6e6)
-    machine.run(1500)
-    rounds = machine.run(1500)
+    machine.run(900)
+    rounds = machine.run(900)
     assert rounds[CHAIN] > 0.9 * rounds.total()
     assert machine.shared.chosen.num_nodes == CHAIN
 
 
 def test_it_turns_to_chains_when_tokens_begin_to_cost() -> None:
     machine = Machine(token=0)
-    machine.run(1500)
+    machine.run(900)
     machine.token = 6e6
-    machine.run(3000)
-    assert machine.run(1000)[CHAIN] > 0.85 * 1000
+    machine.run(2000)
+    assert machine.run(600)[CHAIN] > 0.85 * 600
 
 
 def test_many_streams_agree_on_a_shape() -> None:
     machine = Machine(token=0, num_streams=4)
-    machine.run(800)
-    rounds = machine.run(400)
+    machine.run(500)
+    rounds = machine.run(300)
     assert rounds[CHAIN] < 0.25 * rounds.total()
     assert rounds.most_common(1)[0][1] > 0.5 * rounds.total()
 

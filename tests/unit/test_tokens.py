@@ -130,15 +130,6 @@ class TestCommand:
         token, line = first.rpartition(" ")[2], second.partition(": ")[2]
         assert tokens_of(tmp_path, line).check(token).max_waiting == 0
 
-    def test_adds_to_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / "tokens"
-        for name in ("alice", "bob"):
-            assert cli.main(["token", name, "--tokens", str(path)]) == 0
-        shown = capsys.readouterr().out.split()
-        tokens = Tokens(str(path))
-        assert [tokens.check(token).name for token in shown] == ["alice", "bob"]
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
     def test_adds_to_a_file_whose_last_line_is_open(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -148,6 +139,11 @@ class TestCommand:
         assert cli.main(["token", "bob", "--tokens", path]) == 0
         tokens, added = Tokens(path), capsys.readouterr().out.strip()
         assert [tokens.check(each).name for each in (token, added)] == ["alice", "bob"]
+
+    def test_makes_a_file_for_its_owner_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "tokens"
+        assert cli.main(["token", "alice", "--tokens", str(path)]) == 0
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     @pytest.mark.parametrize("words", [["a b"], ["a", "--max-running", "0"], ["a", "--expires", "soon"]])
     def test_refuses(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from draft_service.translation import MAX_SEGMENT, MIN_SEGMENT, Committed, Transcript, Translation
 from draft_service.vocabulary import SAMPLE, SharedVocabulary, Vocabulary
 from specwire.core import num_in_common
-from specwire.errors import ContextLengthError, ModelLoadError, PrefixMismatchError, UnsupportedError
+from specwire.errors import ContextLengthError, PrefixMismatchError, UnsupportedError
 from specwire.support import IntArray
 from specwire.text.tokenizer import Tokenizer
 from tests.support import vocabularies
@@ -65,7 +65,7 @@ def random_tokens(shared: SharedVocabulary, rng: random.Random) -> list[int]:
     return [rng.randrange(shared.target_size + 2) for _ in range(rng.randrange(1, 30))]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_tokens_and_any_rollback(shared: SharedVocabulary, seed: int) -> None:
     """The draft's tokens are a function of the target's, in whatever steps these came, with their text."""
     rng = random.Random(seed)
@@ -95,16 +95,6 @@ def test_what_follows_does_not_change_what_is_kept(shared: SharedVocabulary) -> 
             kept.add((num_kept, *translation.token_ids[:num_kept]))
             assert translation.split(0) == (0, translation.token_ids), "a sequence without tokens holds none"
         assert len(kept) == 1
-
-
-@pytest.mark.parametrize("kind", ["byte level", "with a begin token"])
-def test_plain_text_is_encoded_as_the_drafts_tokenizer_does(kind: str) -> None:
-    """Segments end where tokenizers begin a token themselves."""
-    target, draft = (make() for make in KINDS[kind])
-    text = SAMPLE * 12
-    assert len(text) > 3 * MAX_SEGMENT
-    ids = target.encode(text, add_special_tokens=False)
-    assert moved(SharedVocabulary(target, draft), ids).token_ids == draft.encode(text)
 
 
 def test_a_segment_is_bounded_where_no_word_ends() -> None:
@@ -217,12 +207,6 @@ class TestTranscript:
 class TestVocabularies:
     """Tokens as text, and what is shared."""
 
-    def test_every_text_round_trips(self) -> None:
-        for make in (vocabularies.byte_level, vocabularies.pieces):
-            vocabulary = Vocabulary(make())
-            for text in (*TEXTS, *OTHER_TEXTS, SAMPLE):
-                assert vocabulary.text_of(vocabulary.encode(text.encode(), goes_on=True)) == text.encode()
-
     def test_shared_tokens_have_the_same_text(self, shared: SharedVocabulary) -> None:
         ends = {shared.target.tokenizer.eos_id, *shared.target.tokenizer.special_ids}
         ours = [i for i in range(shared.target_size) if i in shared and i not in ends]
@@ -245,12 +229,6 @@ class TestVocabularies:
         for text in (b"h", b"he", b" ", b"\xff", b"no such token"):
             expected = {i for i, other in enumerate(vocabulary.texts) if other and other.startswith(text)}
             assert set(vocabulary.beginning_with(text).tolist()) == expected
-
-    def test_a_pair_that_shares_next_to_nothing(self) -> None:
-        shared = SharedVocabulary(vocabularies.letters("abcdefghijklmnop"), vocabularies.letters("aXYZ"))
-        problem = r"a draft: has 6\.2% of the target's tokens, and \d\.\d% of those"
-        with pytest.raises(ModelLoadError, match=problem):
-            shared.check("a draft")
 
     @pytest.mark.parametrize("name", ["WordPiece", "none"])
     def test_a_tokenizer_of_another_kind(self, name: str) -> None:
