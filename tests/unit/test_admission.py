@@ -78,18 +78,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_places_are_given_in_turn_and_given_back() -> None:
-    work = Work(max_running=2, max_waiting=8)
-    await work.submit("a", "1", "2", "3", "4")
-    assert work.started == ["1", "2"]
-    assert work.counts() == (2, 2, 0)
-    await work.tell("end", "1")
-    assert work.started == ["1", "2", "3"]
-    await work.tell("end", "2")
-    assert work.started == ["1", "2", "3", "4"]
-    await work.all_end()
-
-
 async def test_one_request_does_not_wait_behind_another_clients_many() -> None:
     work = Work(max_running=2, max_waiting=100)
     await work.submit("many", *(f"m{i}" for i in range(50)))
@@ -97,14 +85,6 @@ async def test_one_request_does_not_wait_behind_another_clients_many() -> None:
     await work.tell("end", "m0")
     assert work.started == ["m0", "m1", "o"]
     await work.all_end()
-
-
-async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
-    work = Work(max_running=1, max_waiting=1)
-    await work.submit("a", "1", "2")
-    assert 50 <= await work.refused("a", "3") <= 10_000
-    await work.all_end()
-    assert work.started == ["1", "2"]
 
 
 async def test_a_full_queue_is_cleared_at_the_cost_of_who_fills_it() -> None:

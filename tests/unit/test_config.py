@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specwire.cli.serve import about_draft, add
+from specwire.cli.serve import about_draft
 from specwire.config import cuda, flags, models
 from specwire.config import services as config
 from specwire.config.client import ClientConfig, HttpConfig
@@ -212,11 +212,6 @@ class TestServe:
         assert (self.serve().device, self.serve().draft_device) == (device, device)
         assert self.serve(draft_device="cpu").draft_device == "cpu"
 
-    def test_names_of_vllm_on_the_command_line(self) -> None:
-        args = ["embedded", "--no-enable-prefix-caching", "--max-num-seqs", "3", "--served-model-name", "m"]
-        read = read_config(ServeConfig, parse(ServeConfig, *args), {})
-        assert (read.prefix_sharing, read.max_running, read.model_name) == (False, 3, "m")
-
     def test_every_flag_of_its_own_reaches_a_service(self) -> None:
         here = {"target", "draft", "host", "port", "api_key"}
         own = {f.name for f in settings_of(ServeConfig)} - {f.name for f in settings_of(UpConfig)}
@@ -225,10 +220,6 @@ class TestServe:
         for name in own - here:
             value = getattr(config, name)
             assert value in [getattr(part, name) for part in parts if hasattr(part, name)], name
-
-    def test_the_target_is_required(self) -> None:
-        with pytest.raises(ConfigError, match="MODEL missing: give a directory"):
-            read_config(ServeConfig, parse(ServeConfig), {})
 
     def test_where_the_api_listens(self) -> None:
         assert self.serve().http_address == "127.0.0.1:8000"
@@ -240,12 +231,6 @@ class TestServe:
         assert "hunter2" not in repr(self.serve(api_key="hunter2"))
         with pytest.raises(ConfigError, match=r"--api-key .not shown.: --tokens does not go together"):
             self.serve(api_key="hunter2", tokens=__file__)
-
-    def test_flags_of_vllm_that_mean_nothing_here(self) -> None:
-        commands = argparse.ArgumentParser().add_subparsers()
-        add(commands, lambda *_: 0)
-        with pytest.raises(ConfigError, match="--enable-lora: is vLLM's, not ours: give --lora-modules"):
-            commands.choices["serve"].parse_args(["embedded", "--enable-lora"])
 
     def test_flags_have_titles(self) -> None:
         assert {field.name for kind in ALL_CONFIGS for field in settings_of(kind)} <= TITLES.keys()
@@ -439,17 +424,6 @@ class TestModels:
 
 
 class TestAddresses:
-    @pytest.mark.parametrize(
-        ("address", "parts"),
-        [
-            ("127.0.0.1:0", ("127.0.0.1", 0)),
-            ("localhost:65535", ("localhost", 65535)),
-            ("[::1]:7070", ("[::1]", 7070)),
-        ],
-    )
-    def test_parts(self, address: str, parts: tuple[str, int]) -> None:
-        assert split_address("address", address) == parts
-
     @pytest.mark.parametrize("address", ["", ":1", "host", "host:", "host:65536", "host:-1", "host:²"])
     def test_refused(self, address: str) -> None:
         with pytest.raises(ConfigError, match=f"^--server {address}: is not HOST:PORT$"):
