@@ -76,14 +76,6 @@ def test_few_beams_may_miss_them() -> None:
     assert found != [all_texts(seed, 2.0)[0][1] for seed in range(20)]
 
 
-def test_a_search_that_stops_at_once_has_no_more_steps() -> None:
-    """Two texts that end are enough for it, whatever the live beams may come to."""
-    for seed in range(20):
-        early = searched(rules_of(2, early_stopping=True), seed)
-        late = searched(rules_of(2, early_stopping="never"), seed)
-        assert late[0].score >= early[0].score
-
-
 def grown(num_beams: int, depth: int, seed: int) -> list[Beam]:
     """Distinct beams of one length, which share what they have in common."""
     rng, beams = random.Random(seed), [Beam()]

@@ -62,7 +62,6 @@ class TestOneRequest:
     @pytest.mark.parametrize(
         ("objectives", "met"),
         [
-            ({"ttft": 101}, True),
             ({"ttft": 99}, False),
             ({"tpot": 79}, False),
             ({"ttft": 101, "tpot": 81, "e2el": 501}, True),

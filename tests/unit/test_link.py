@@ -127,14 +127,6 @@ async def opened() -> AsyncIterator[Opened]:
 # --- what is sent -----------------------------------------------------------------------------------
 
 
-async def test_a_lone_request_goes_out_at_once(opened: Opened) -> None:
-    (alone,) = opened.sequences(1)
-    assert await opened.next_sent() == ([1], [], [1])
-    alone.ask()
-    assert await opened.next_sent() == ([], [], [1])
-    assert opened.link.num_sequences == 1
-
-
 class TestPushes:
     """Proposals ahead: they leave when nothing that was asked for does, as far as the link has room."""
 
@@ -157,18 +149,16 @@ class TestPushes:
         assert await self.next_sent(opened) == (1, [])
         return alone
 
-    async def test_requests_go_first(self, opened: Opened, held: Opener) -> None:
-        self.push(opened, 1)
+    @pytest.mark.parametrize(
+        ("num_bytes", "sent"), [(16 << 10, [(1, []), (0, [1, 2])]), (100, [(1, [1, 2])])]
+    )
+    async def test_requests_go_first_and_small_pushes_with_them(
+        self, opened: Opened, held: Opener, num_bytes: int, sent: list[tuple[int, list[int]]]
+    ) -> None:
+        self.push(opened, 1, 2, num_bytes=num_bytes)
         held.ask()
         opened.call.may_send.set()
-        assert await self.next_sent(opened) == (1, [])
-        assert await self.next_sent(opened) == (0, [1])
-
-    async def test_small_ones_share_a_message(self, opened: Opened, held: Opener) -> None:
-        self.push(opened, 1, 2, num_bytes=100)
-        held.ask()
-        opened.call.may_send.set()
-        assert await self.next_sent(opened) == (1, [1, 2])
+        assert [await self.next_sent(opened) for _ in sent] == sent
 
     async def test_they_wait_for_reports_and_are_out_of_date_with_the_next_request(
         self, opened: Opened
