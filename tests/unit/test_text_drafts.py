@@ -107,6 +107,10 @@ class TestWhatIsFound:
     def test_what_follows_a_match(self, text: list[int], found: list[int]) -> None:
         assert proposed(drafter(), text) == found
 
+    @pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4], [5, 1, 2, 3, 6, 1]])
+    def test_nothing_shorter_than_the_least_length(self, text: list[int]) -> None:
+        assert proposed(drafter(), text) == []
+
     def test_one_token_where_the_least_length_is_one(self) -> None:
         one = drafter(Occurrences(SpeculativeConfig(prompt_lookup_min=1)), is_fixed=True)
         assert proposed(one, [5, 1, 2, 3, 6, 1]) == [2, 3, 6, 1]

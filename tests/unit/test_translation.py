@@ -97,6 +97,16 @@ def test_what_follows_does_not_change_what_is_kept(shared: SharedVocabulary) -> 
         assert len(kept) == 1
 
 
+@pytest.mark.parametrize("kind", ["byte level", "with a begin token"])
+def test_plain_text_is_encoded_as_the_drafts_tokenizer_does(kind: str) -> None:
+    """Segments end where tokenizers begin a token themselves."""
+    target, draft = (make() for make in KINDS[kind])
+    text = SAMPLE * 12
+    assert len(text) > 3 * MAX_SEGMENT
+    ids = target.encode(text, add_special_tokens=False)
+    assert moved(SharedVocabulary(target, draft), ids).token_ids == draft.encode(text)
+
+
 def test_a_segment_is_bounded_where_no_word_ends() -> None:
     shared, text = plain(), "世界" * 2000
     translation = moved(shared, shared.target.tokenizer.encode(text))
