@@ -99,8 +99,9 @@ def test_the_best_length_is_that_of_the_closed_form() -> None:
     assert done.usage.completion_tokens == 900
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("length", "depth"), [("4", {}), ("32", {"max_depth": "4"})], ids=["chains", "trees"]
+    ("length", "depth"), [("32", {"max_depth": "4"}), ("4", {})], ids=["trees", "chains"]
 )
 def test_exact_sampling_and_the_short_cut_come_to_the_same(length: str, depth: dict[str, Any]) -> None:
     """And trees commit more tokens a round than a chain of as many passes."""
@@ -121,7 +122,7 @@ def test_trees_are_found_where_they_pay() -> None:
     dear = free | {"target": StepCost(base_ms=2, token_us=1000)}
     for costs, least_gain in ((free, 1.2), (dear, 0.97)):
         chains, trees = (
-            one_stream(setting(0.7, "auto", max_depth=depth, **costs), 400) for depth in ("0", "auto")
+            one_stream(setting(0.7, "auto", max_depth=depth, **costs), 300) for depth in ("0", "auto")
         )
         assert trees.timing.total_ms < chains.timing.total_ms / least_gain
 

@@ -130,7 +130,7 @@ def test_the_volume_can_be_filled(tmp_path: Path) -> None:
     assert volume == {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pair", [*itertools.combinations(COMPONENTS, 2)], ids="+".join)
 def test_components_fit_each_other(pair: tuple[str, str], tmp_path: Path) -> None:
     assert problems(Manifests(composed(tmp_path, "local", pair))) == []

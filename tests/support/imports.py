@@ -12,15 +12,20 @@ SERVICES = ("coordinator", "draft_service", "verify_service")
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 
 
-@functools.cache
 def imports(path: Path, *, lazy: bool = True) -> frozenset[str]:
     """Dotted names that a file imports; `from a import b` counts as both `a` and `a.b`.
 
     Args:
         lazy: also those inside functions.
     """
+    return _imports(path)[lazy]
+
+
+@functools.cache
+def _imports(path: Path) -> list[frozenset[str]]:
+    """Those outside of functions, and all."""
     tree = ast.parse(path.read_text())
-    return frozenset(name for node in nodes(tree, lazy) for name in names(node))
+    return [frozenset(name for node in nodes(tree, lazy) for name in names(node)) for lazy in (False, True)]
 
 
 def reached(*paths: Path) -> set[Path]:

@@ -320,13 +320,13 @@ def test_a_length_follows_from_values(
 @pytest.mark.parametrize("accident", [4.0, 30.0])
 def test_after_an_accident_speculation_is_soon_tried_again(accident: float) -> None:
     machine = Machine(4, **CHEAP)
-    machine.run(600, 0.6)
+    machine.run(300, 0.6)
     machine.sharing = accident
-    machine.run(400, 0.6)
+    machine.run(300, 0.6)
     assert machine.chosen[0] > 0.7 * machine.chosen.total()
     machine.sharing = 1.0
     machine.run(200, 0.6)
-    assert machine.run(800, 0.6) > 0.9 * machine.ideal(0.6)
+    assert machine.run(500, 0.6) > 0.9 * machine.ideal(0.6)
 
 
 @pytest.mark.sample(1)

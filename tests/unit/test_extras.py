@@ -35,7 +35,7 @@ def test_an_extra_is_known_by_modules_of_its_packages(extra: str) -> None:
         assert packages & {canonicalize_name(owner) for owner in owners[name]}, module
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("main", "command", "module", "extra"),
     [

@@ -217,7 +217,7 @@ def test_a_round_of_chains_has_the_targets_joint_distribution(
     num_chains: int, num_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every way that two or three chains of two tokens can be drawn and judged, by the code that judges."""
-    for seed in range(3 if num_chains == 2 else 1):
+    for seed in range(2 if num_chains == 2 else 1):
         models = Models(seed, num_kept)
         found = joint_of_rounds(models, num_chains, monkeypatch)
         np.testing.assert_allclose(found, models.joint(), atol=2e-7)  # drafts are float32
