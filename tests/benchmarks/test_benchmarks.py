@@ -106,6 +106,15 @@ def test_a_choice_is_judged_by_its_medians_and_by_its_worst_turn(tmp_path: Path)
     assert json.loads((tmp_path / "x.json").read_text())[0]["learning"] == found.learning
 
 
+def test_a_pair_that_is_not_trained_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choice, "TRAINED_DIR", tmp_path)
+    with pytest.raises(SystemExit):
+        choice.main(["--pairs", "embedded", "trained"])
+    assert f"{tmp_path} has no trained pair; make it with `{choice.TRAINING}`" in capsys.readouterr().err
+
+
 # --- measuring ------------------------------------------------------------------------------------
 
 
@@ -229,6 +238,19 @@ def test_bursts_are_interleaved_and_no_cache_meets_a_prompt_again() -> None:
     assert series[4]["b"].p99_tpot_ms == pytest.approx([3.97, 3.97])
 
 
+def test_a_system_that_learns_has_the_load_for_a_while_first() -> None:
+    log: list[tuple[str, list[list[int]]]] = []
+    learner, other = _ScriptedStreams("a", log), _ScriptedStreams("b", log)
+    learner.learns = True
+    plan = dataclasses.replace(STREAMS_PLAN, num_repetitions=1)
+    curve.measure([learner, other], plan, [[i] for i in range(4)], lambda text: None)
+    settling = [("a", 1)] * 6 + [("a", 4)] * 3
+    assert [(name, len(burst)) for name, burst in log[: len(settling)]] == settling
+    assert len(log) == len(settling) + 6
+    sent = [tuple(prompt) for name, burst in log if name == "a" for prompt in burst]
+    assert len(set(sent)) == len(sent)
+
+
 def test_speculation_must_not_change_a_text_in_float32() -> None:
     class Other(_ScriptedStreams):
         def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
@@ -241,6 +263,15 @@ def test_speculation_must_not_change_a_text_in_float32() -> None:
     assert identical == {"b": 3, "c": 4}
     with pytest.raises(RuntimeError, match="1 of 4 texts change with speculation"):
         curve.compare_texts(all_three, STREAMS_PLAN, prompts, exact=True)
+
+
+def test_a_short_stream_is_not_counted_as_fast() -> None:
+    class Short(_ScriptedStreams):
+        def run(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Burst:
+            return super().run(prompts, num_tokens - 1)
+
+    with pytest.raises(RuntimeError, match="a made 7 tokens, not 8"):
+        curve.exactly(Short("a", []), [[1]], 8)
 
 
 @pytest.mark.slow

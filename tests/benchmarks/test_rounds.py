@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
 
 from benchmarks import load, rounds, rounds_report
-from benchmarks.checkouts import HERE, Checkout, Load
+from benchmarks.checkouts import HERE, Checkout, Load, version
 from benchmarks.rounds import Plan
 from benchmarks.rounds_report import DEVICES, MANY, ONE, OTHER, SOME, THIS, Measured
 from specwire.errors import ConfigError
@@ -64,6 +65,13 @@ def test_services_are_those_of_the_checkout(tmp_path: Path) -> None:
     (tmp_path / "verify_service/__main__.py").write_text("raise SystemExit(7)")
     with pytest.raises(ConfigError, match="verify_service ended with status 7"):
         Checkout(tmp_path, DEVICES, max_streams=1, num_kv_tokens=1024)
+
+
+def test_a_version_is_a_path_or_a_commit() -> None:
+    with version(str(HERE)) as here:
+        assert here == HERE
+    with pytest.raises(CalledProcessError), version("no such commit"):
+        pass
 
 
 @pytest.mark.slow

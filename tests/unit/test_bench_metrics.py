@@ -192,6 +192,11 @@ class TestArrivalTimes:
         assert stats.kstest(np.diff(times, prepend=0.0), gamma.cdf).pvalue > FALSE_ALARM_RATE
         assert stats.kstest(np.diff(times), stats.expon(scale=2 / rate).cdf).pvalue < FALSE_ALARM_RATE
 
+    def test_the_seed_fixes_them(self) -> None:
+        one, same, other = (arrival_times(OfferedLoad(num_requests=9, rate=2.0, seed=s)) for s in (1, 1, 2))
+        np.testing.assert_array_equal(one, same)
+        assert not np.array_equal(one, other)
+
     def test_the_limits(self) -> None:
         at_once = arrival_times(OfferedLoad(num_requests=3, rate=math.inf))
         np.testing.assert_array_equal(at_once, 0)

@@ -212,6 +212,11 @@ class TestServe:
         assert (self.serve().device, self.serve().draft_device) == (device, device)
         assert self.serve(draft_device="cpu").draft_device == "cpu"
 
+    def test_names_of_vllm_on_the_command_line(self) -> None:
+        args = ["embedded", "--no-enable-prefix-caching", "--max-num-seqs", "3", "--served-model-name", "m"]
+        read = read_config(ServeConfig, parse(ServeConfig, *args), {})
+        assert (read.prefix_sharing, read.max_running, read.model_name) == (False, 3, "m")
+
     def test_every_flag_of_its_own_reaches_a_service(self) -> None:
         here = {"target", "draft", "host", "port", "api_key"}
         own = {f.name for f in settings_of(ServeConfig)} - {f.name for f in settings_of(UpConfig)}
@@ -379,6 +384,7 @@ class TestRefusals:
             (VerifyConfig, "log_level", "loud"),
             (VerifyConfig, "address", "localhost"),
             (DraftConfig, "support_mass", 0.0),
+            (DraftConfig, "support_mass", 1.5),
             (DraftConfig, "max_support", 0),
             (CoordinatorConfig, "num_draft_tokens", "65"),
             (CoordinatorConfig, "draft_address", "nowhere"),
@@ -399,6 +405,7 @@ class TestRefusals:
             (ProxyConfig, "listen", "7070"),
             (ProxyConfig, "to", ""),
             (HttpConfig, "cors_origin", "app.example"),
+            (HttpConfig, "cors_origin", "https://app.example/"),
             (HttpConfig, "cors_origin", "ftp://app.example"),
             (HttpConfig, "metrics_from", "9464"),
         ],
@@ -450,6 +457,7 @@ class TestSpeculativeConfig:
         ("given", "named"),
         [
             ('{"method": "eagle"}', "method='eagle': is not one of ngram"),
+            ('{"method": ["ngram"]}', "method=['ngram']: is not one of ngram"),
             (
                 '{"method": "eagle2", "model": "org/head", "num_speculative_tokens": 3}',
                 f"method='eagle2': is not one of {', '.join(METHODS)}, draft_model, heads, medusa, layers, "
@@ -460,9 +468,11 @@ class TestSpeculativeConfig:
             ('{"method": "unigram", "corpus": "no/such"}', "corpus='no/such': no such file"),
             ('{"method": "unigram", "corpus": 3}', "corpus=3: is not the name of a file"),
             ('{"prompt_lookup_mix": 2}', "prompt_lookup_mix=2: is not a key"),
+            ('{"num_speculative_tokens": true}', "num_speculative_tokens=True"),
             ('{"num_speculative_tokens": 65}', "=65: must be a whole number in [1, 64]"),
             ('{"prompt_lookup_min": "2"}', "prompt_lookup_min='2'"),
             ('{"prompt_lookup_min": 17}', "prompt_lookup_max=16: must be a whole number in [17, 32]"),
+            ('["ngram"]', "is not a JSON object"),
             ("ngram", "is not a JSON object"),
         ],
     )
@@ -533,6 +543,10 @@ class TestSpeculativeConfig:
         given = '{"method": "draft_model", "num_speculative_tokens": 32, "max_depth": 6}'
         with pytest.raises(ConfigError, match=problem):
             UpConfig(speculative_config=given, **fields)
+
+    def test_the_short_form_beside_the_long_one(self) -> None:
+        config = UpConfig(draft="ngram", speculative_config='{"prompt_lookup_max": 7}')
+        assert config.coordinator_speculation == '{"prompt_lookup_max": 7}'
 
     @pytest.mark.parametrize("draft", ["ngram,", "ngram,no/such/dir/", "ngram,ngram,x"])
     def test_a_model_that_is_not_there(self, draft: str) -> None:

@@ -163,6 +163,15 @@ class TestEnds:
             client, served = await linked.connect()
             await client.sends_to(served, b"found")
 
+    async def test_a_cut_before_the_service_knew(self) -> None:
+        async with Linked(Link(rtt_ms=10_000)) as linked:
+            client = await Peer.connect(linked.address)
+            await until(lambda: linked.proxy.num_connections == 1)
+            linked.proxy.cut()
+            with pytest.raises(ConnectionResetError):
+                await client.reader.read()
+            await until(lambda: linked.proxy.num_connections == 0)
+
     async def test_nothing_is_left_of_a_proxy(self) -> None:
         process = psutil.Process()
         num_fds = process.num_fds()
