@@ -59,14 +59,6 @@ class TestGrowth:
         best = sorted((node for node in range(2, 12)), key=lambda node: -growth.worths[node])
         assert following == best[:2]
 
-    def test_what_would_be_too_deep_is_not_expanded(self) -> None:
-        growth = TreeGrowth(16, 2, Calibration())
-        growth.add(-1, [5, 6], SHARES[:2])
-        assert growth.expand(8) == [0, 1]
-        growth.add(0, [1, 2], SHARES[:2])
-        growth.add(1, [1, 2], SHARES[:2])
-        assert growth.expand(8) == []
-
     def test_a_prefix_without_candidates_has_no_tree(self) -> None:
         growth = TreeGrowth(8, 4, Calibration())
         growth.add(-1, [], [])
