@@ -163,13 +163,6 @@ def test_routes_and_models_that_are_not_there(here: Fronted) -> None:
         here.openai.models.retrieve("gpt-9")
 
 
-def test_the_client_raises_its_own_types(here: Fronted) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
-        here.openai.completions.create(model=here.model, prompt=[1], top_p=2)
-    assert (raised.value.param, raised.value.type) == ("top_p", "invalid_request_error")
-    assert str(raised.value.request_id).startswith("req-")
-
-
 def test_every_response_has_a_request_id(here: Fronted) -> None:
     for given, expected in ((None, "req-"), ("mine-1", "mine-1"), ("no spaces", "req-")):
         headers = {"x-request-id": given} if given else {}
@@ -195,16 +188,6 @@ def test_headers_that_cannot_be_passed_on(here: Fronted) -> None:
     assert status == 200
 
 
-def test_a_body_over_the_limit(here: Fronted) -> None:
-    with front(here.stack.address, max_body_bytes=1000) as address:
-        response = httpx2.post(
-            f"http://{address}{COMPLETIONS}",
-            content=json.dumps(completion(here, prompt=[1] * 2000)),
-            headers={"content-type": "application/json"},
-        )
-    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
-
-
 def test_a_full_coordinator_says_when_to_come_back() -> None:
     full = {"max_running": 1, "max_waiting": 0}
     with fronted("emulated:step_ms=5", coordinator_options=full) as here:
@@ -219,7 +202,7 @@ def test_a_full_coordinator_says_when_to_come_back() -> None:
 
 def test_a_deadline_that_passes_before_and_amid_the_answer(here: Fronted) -> None:
     wanted = completion(here, max_tokens=15_000)
-    with front(here.stack.address, timeout_s=0.5) as address:
+    with front(here.stack.address, timeout_s=0.3) as address:
         headers = {"content-type": "application/json"}
         url = f"http://{address}{COMPLETIONS}"
         whole = httpx2.post(url, content=json.dumps(wanted), headers=headers, timeout=30)

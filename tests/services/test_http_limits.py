@@ -174,16 +174,20 @@ class TestBodies:
         assert (response.status_code, error["param"], error["code"]) == (400, param, code)
         assert len(response.content) < 1000
 
-    def test_the_announced_length_is_enough(self, here: Fronted) -> None:
-        for length in (8 * MB + 1, 10**18):
-            with connected(here.address) as connection:
-                connection.sendall(head(length))
-                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+    @pytest.mark.parametrize(
+        ("length", "options"), [(8 * MB + 1, {}), (10**18, {}), (1001, {"max_body_bytes": 1000})]
+    )
+    def test_the_announced_length_is_enough(
+        self, here: Fronted, length: int, options: dict[str, int]
+    ) -> None:
+        with front(here.stack.address, **options) as address, connected(address) as connection:
+            connection.sendall(head(length))
+            answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 413 ")
 
     def test_prompts_count_once_a_choice(self, here: Fronted) -> None:
         cases = (
             ({"prompt": "x" * 40_000, "n": 128}, 400, "prompt"),  # so many fit, but this model has no text
-            ({"prompt": "x" * 80_000, "n": 128}, 400, "n"),
             ({"prompt": [1] * 20_000, "n": 128}, 400, "n"),
         )
         for fields, status, param in cases:
@@ -273,7 +277,7 @@ class TestConnections:
                 assert b"\r\nconnection: close\r\n" in received(connection)
             ending.result(2.0)
 
-    @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"max_tokens": 400}])
+    @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"max_tokens": 100}])
     def test_a_client_that_half_closes_gets_its_answer(self, here: Fronted, fields: dict[str, Any]) -> None:
         with connected(here.address) as connection:
             connection.sendall(request(model=here.model, **fields))
