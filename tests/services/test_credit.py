@@ -31,7 +31,7 @@ from specwire.cli.supervisor import Stack
 from specwire.completion import Completion, Speculation
 from specwire.config.stack import UpConfig
 from specwire.core import MAX_CREDIT_TOKENS, MAX_LOGPROBS, MAX_UNACKNOWLEDGED_TOKENS, MIN_CREDIT_TOKENS
-from specwire.v1 import common_pb2, generation_pb2_grpc
+from specwire.v1 import generation_pb2_grpc
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, handshake, local_stack
 from tests.support.paused import DRAFT, PROMPT, TARGET, GenerateRequest, most_ahead, opening, params, received
@@ -96,7 +96,7 @@ def raw_stub(stack: LocalStack) -> Iterator[Any]:
 
 class TestStalledReader:
     @pytest.mark.sample(2)
-    @pytest.mark.parametrize("num_draft_tokens", [64, 0, 4, 48])
+    @pytest.mark.parametrize("num_draft_tokens", [4, 48, 64, 0])
     @pytest.mark.parametrize("rule", list(Rule))
     def test_pauses_its_generation_and_goes_on_to_the_same_text(
         self, stack: LocalStack, readers: Readers, rule: Rule, num_draft_tokens: int
@@ -134,7 +134,7 @@ class TestStalledReader:
             call = stub.Generate(iter([opening(0, 10_000)]), timeout=30)
             next(call)
             reader = readers.get(timeout=10)
-            wait_until(lambda: reader.num_emitted >= 10 * MIN_CREDIT_TOKENS, 10)
+            wait_until(lambda: reader.num_emitted >= 4 * MIN_CREDIT_TOKENS, 10)
             call.cancel()
         stack.assert_idle_within(1.0)
 
@@ -162,11 +162,11 @@ class TestPausedStreamEnds:
 
     def test_at_its_deadline(self, stack: LocalStack, readers: Readers) -> None:
         started = time.monotonic()
-        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT, timeout_s=2.0) as stream:
+        with stack.client.stream(params=ENDLESS, prompt_token_ids=PROMPT, timeout_s=1.5) as stream:
             next(iter(stream))
             assert readers.get(timeout=10).paused.wait(10)
-            assert time.monotonic() - started < 2.0
-            stack.assert_idle_within(started + 2.0 + 1.0 - time.monotonic())
+            assert time.monotonic() - started < 1.5
+            stack.assert_idle_within(started + 1.5 + 1.0 - time.monotonic())
             with pytest.raises(DeadlineExceededError):
                 list(stream)
 
@@ -188,7 +188,7 @@ class TestAcknowledgements:
     def test_they_are_few(self, stack: LocalStack, readers: Readers) -> None:
         """One for each 16 tokens, and one a second."""
         started_s = time.monotonic()
-        done = stack.client.generate(params=params(), prompt_token_ids=PROMPT)
+        done = stack.client.generate(params=params(200), prompt_token_ids=PROMPT)
         most = len(done.token_ids) / (MAX_UNACKNOWLEDGED_TOKENS + 1) + time.monotonic() - started_s
         assert 1 <= readers.get().num_acknowledgements <= most
 
@@ -205,15 +205,15 @@ class TestAcknowledgements:
         async with AsyncClient(stack.address) as client:
             requests = [
                 client.generate(params=params(length, num_draft_tokens=8), prompt_token_ids=PROMPT)
-                for length in range(1, 80)
+                for length in range(1, 80, 3)
             ]
-            assert [len(done.token_ids) for done in await asyncio.gather(*requests)] == list(range(1, 80))
+            assert [len(done.token_ids) for done in await asyncio.gather(*requests)] == [*range(1, 80, 3)]
         stack.assert_idle_within(1.0)
 
     def test_without_credit_one_request_and_a_half_close_get_everything(self, stack: LocalStack) -> None:
-        expected = stack.client.generate(params=params(), prompt_token_ids=PROMPT)
+        expected = stack.client.generate(params=params(150), prompt_token_ids=PROMPT)
         with raw_stub(stack) as stub:
-            responses = list(stub.Generate(iter([opening(0)]), timeout=30))
+            responses = list(stub.Generate(iter([opening(0, 150)]), timeout=30))
         assert tuple(received(responses)) == expected.token_ids
         assert responses[-1].WhichOneof("event") == "completion"
 
@@ -233,29 +233,19 @@ class TestAcknowledgements:
 
 
 class TestBadValues:
-    @pytest.mark.parametrize("credit_tokens", [-1, 1, 63, MAX_CREDIT_TOKENS + 1])
-    def test_in_the_first_request(self, stack: LocalStack, credit_tokens: int) -> None:
-        refusal = rf"credit_tokens={credit_tokens}: must be 0 or lie in \[64, 1048576\]"
-        with pytest.raises(InvalidRequestError, match=refusal), raw_stub(stack) as stub:
-            list(stub.Generate(iter([opening(credit_tokens)]), timeout=30))
+    """In the first request: `test_wire_limits`."""
 
-    @pytest.mark.parametrize("credit_tokens", [64, MAX_CREDIT_TOKENS])
-    def test_the_limits_themselves_are_good(self, stack: LocalStack, credit_tokens: int) -> None:
+    def test_the_limit_itself_is_good(self, stack: LocalStack) -> None:
         with raw_stub(stack) as stub:
-            responses = list(stub.Generate(iter([opening(credit_tokens, max_tokens=20)]), timeout=30))
+            responses = list(stub.Generate(iter([opening(MAX_CREDIT_TOKENS, max_tokens=20)]), timeout=30))
         assert len(received(responses)) == 20
 
     @pytest.mark.parametrize(
         ("late", "refusal"),
         [
             (GenerateRequest(), "credit_tokens=0: must be at least 1"),
-            (GenerateRequest(credit_tokens=-3), "credit_tokens=-3: must be at least 1"),
             (GenerateRequest(credit_tokens=MAX_CREDIT_TOKENS), "credit_tokens=1048576: makes .* unused"),
             (GenerateRequest(text="", credit_tokens=16), "text=set: only the first request"),
-            (
-                GenerateRequest(sampling=common_pb2.SamplingParams(), credit_tokens=16),
-                "sampling=set: only the",
-            ),
             (GenerateRequest(num_draft_tokens=0, credit_tokens=16), "num_draft_tokens=set: only the first"),
             (opening(64), "token_ids=set: only the first request"),
         ],

@@ -1,4 +1,4 @@
-"""A client that stops reading: its generation leaves its place after a second, and its stream ends in time.
+"""A client that stops reading: its generation leaves its place after a while, and its stream ends in time.
 
 Many of them at once: tests/faults/test_unread.py.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+import coordinator.servicer
 from specwire import AsyncClient, InvalidRequestError, Rule, SamplingParams, StreamIdleError
 from specwire.client.streaming import AsyncStream
 from specwire.config.services import VerifyConfig
@@ -31,7 +32,8 @@ SAMPLING = params(150)
 
 
 @pytest.fixture
-def stack() -> Iterator[LocalStack]:
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStack]:
+    monkeypatch.setattr(coordinator.servicer, "_PAUSE_AFTER_S", 0.3)
     limits = {"max_running": MAX_RUNNING, "idle_timeout_s": IDLE_S}
     with local_stack(TARGET, DRAFT, coordinator_options=limits) as running:
         yield running
@@ -125,7 +127,7 @@ async def test_an_error_that_cannot_be_delivered_yet_holds_no_handler(
     async def write_on(_: object, context: Any) -> None:
         with contextlib.suppress(TimeoutError):
             while True:
-                async with asyncio.timeout(0.5):
+                async with asyncio.timeout(0.2):
                     await context.write(bytes(1000))
         raise InvalidRequestError("x", 1, "is wrong")
 
