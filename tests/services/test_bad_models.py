@@ -8,13 +8,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import pytest
-
 import verify_service.service
-from coordinator.peers import handshake
 from specwire import ConfigError, HandshakeError
 from specwire.config.services import VerifyConfig
-from specwire.core import PROTOCOL_VERSION
 from tests.support import texts
 from tests.support.harness import local_stack, on_own_loop
 from tests.support.pairs import save_target
@@ -32,23 +28,11 @@ def test_a_port_in_use() -> None:
             pass
 
 
-class TestPairs:
-    """What cannot work together is refused when the coordinator starts."""
-
-    def test_other_versions_of_the_protocol(
-        self, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """No message is understood by half."""
-        monkeypatch.setattr(handshake, "PROTOCOL_VERSION", PROTOCOL_VERSION - 1)
-        versions = f"version {PROTOCOL_VERSION}", f"this coordinator {PROTOCOL_VERSION - 1}"
-        with refused(HandshakeError, "'target'", *versions), local_stack(*pair):
-            pass
-
-    def test_different_tokenizers(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        other = save_target(tmp_path / "stranger", vocab_size=texts.VOCAB_SIZE)
-        texts.build_tokenizer(["entirely other words, so other merges\n"]).save_pretrained(other)
-        with (
-            refused(HandshakeError, "'target'", "'stranger'", "different tokenizers"),
-            local_stack(pair[0], other),
-        ):
-            pass
+def test_a_pair_with_different_tokenizers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = save_target(tmp_path / "stranger", vocab_size=texts.VOCAB_SIZE)
+    texts.build_tokenizer(["entirely other words, so other merges\n"]).save_pretrained(other)
+    with (
+        refused(HandshakeError, "'target'", "'stranger'", "different tokenizers"),
+        local_stack(pair[0], other),
+    ):
+        pass

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import coordinator.service
+import coordinator.servicer
 from coordinator.requests import cache_salt
 from specwire import AsyncClient, Client, Completion, Rule, SamplingParams
 from specwire.config.security.bearer import make_token
@@ -103,8 +104,11 @@ class TestWithoutTokens:
         ]
         assert cached == [0, NUM_CACHED, 0, NUM_CACHED, 0, NUM_CACHED]
 
-    async def test_a_stream_that_is_opened_again_finds_its_own(self, stack: LocalStack) -> None:
+    async def test_a_stream_that_is_opened_again_finds_its_own(
+        self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """One that pauses leaves draft and verify, and is back with its salt."""
+        monkeypatch.setattr(coordinator.servicer, "_PAUSE_AFTER_S", 0.2)
         params = sampling(max_tokens=150, cache_salt="mine", num_draft_tokens=0)
         async with (
             AsyncClient(stack.address) as client,

@@ -65,12 +65,12 @@ class TestDemo(OnOurStack):
     """With speculation and without."""
 
     ARGV = (
-        *("demo", PROMPT, "--max-tokens", "40", "--temperature", "1"),
+        *("demo", PROMPT, "--max-tokens", "20", "--temperature", "1"),
         *("--seed", "7", "--rule", "rejection", "--num-draft-tokens", "4", "--ignore-eos"),
     )
 
     def expected(self, stack: LocalStack) -> Any:
-        params = SamplingParams(max_tokens=40, seed=7, rule=Rule.REJECTION, ignore_eos=True)
+        params = SamplingParams(max_tokens=20, seed=7, rule=Rule.REJECTION, ignore_eos=True)
         return stack.client.generate(PROMPT, params)
 
     def test_plain_unless_on_a_terminal(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ class TestDemo(OnOurStack):
             "seed  7",
         ):
             assert line in out
-        assert re.search(r"\nwithout speculation  \d+ tokens/s, 40 tokens in 40 passes, 1\.00 a pass\n", out)
+        assert re.search(r"\nwithout speculation  \d+ tokens/s, 20 tokens in 20 passes, 1\.00 a pass\n", out)
         assert re.search(r" with speculation  \d+ tokens/s, \d+\.\d times as fast\n", out)
         check_stages(out)
 
@@ -149,7 +149,7 @@ class TestDemo(OnOurStack):
     def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([*self.ARGV, "--json"]) == 0
         got = json.loads(capsys.readouterr().out)
-        check_completion(got, num_tokens=40)
+        check_completion(got, num_tokens=20)
         assert got["text"] == self.expected(stack).text
         assert got["without_speculation"]["speculation"]["num_draft_tokens"] == 0
         assert got["without_speculation"]["seed"] == got["seed"] == 7
@@ -184,10 +184,10 @@ def check_stages(out: str) -> None:
 
 
 class TestCompare(OnOurStack):
-    """Five generations of 24 tokens, each after a short one."""
+    """Five generations of 12 tokens, each after a short one."""
 
     ARGV = (
-        *("demo", PROMPT, "--compare", "--max-tokens", "24", "--ignore-eos"),
+        *("demo", PROMPT, "--compare", "--max-tokens", "12", "--ignore-eos"),
         *("--rule", "gumbel", "--num-draft-tokens", "4"),
     )
 
@@ -212,7 +212,7 @@ class TestCompare(OnOurStack):
         got = json.loads(capsys.readouterr().out)
         shown = {name: got[name] for name in ("plain", "chain", "block", "ngram")}
         assert {done["seed"] for done in shown.values()} == {7}
-        assert shown["plain"]["speculation"]["num_rounds"] == 24
+        assert shown["plain"]["speculation"]["num_rounds"] == 12
         assert {counts["source"] for counts in shown["ngram"]["speculation"]["by_source"]} <= {"ngram"}
         assert shown["block"]["rule"] == "block"
         assert "ngram" not in {counts["source"] for counts in shown["chain"]["speculation"]["by_source"]}

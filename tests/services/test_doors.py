@@ -287,7 +287,7 @@ class TestRotation:
     """A chain of certificates and tokens is replaced under running services."""
 
     PROMPT = (1, 2, 3)
-    PARAMS = SamplingParams(max_tokens=200, seed=3, rule=Rule.GUMBEL)
+    PARAMS = SamplingParams(max_tokens=120, seed=3, rule=Rule.GUMBEL)
 
     @pytest.fixture
     def rotated(self, tmp_path: Path) -> Iterator[tuple[Keys, LocalStack]]:
@@ -325,7 +325,7 @@ class TestRotation:
             async for _ in stream:
                 pass
             assert stream.completion.token_ids == other.token_ids
-            assert len(other.token_ids) == 200
+            assert len(other.token_ids) == 120
             assert not other.speculation.draft_unavailable
 
     async def test_a_token_is_replaced(self, rotated: tuple[Keys, LocalStack]) -> None:
@@ -417,7 +417,7 @@ class TestHolders:
     @pytest.fixture
     def few(self, tmp_path: Path) -> Iterator[tuple[str, str, str]]:
         """An address, and two tokens for it, the first one with limits."""
-        token, line = make_token("few", max_running=1, max_waiting=1, max_tokens=200)
+        token, line = make_token("few", max_running=1, max_waiting=1, max_tokens=120)
         other, other_line = make_token("other")
         (tmp_path / "tokens").write_text(f"{line}\n{other_line}\n")
         with local_stack(TARGET, coordinator_options={"tokens": str(tmp_path / "tokens")}) as stack:
@@ -425,7 +425,7 @@ class TestHolders:
 
     async def test_limits_of_a_token(self, few: tuple[str, str, str]) -> None:
         address, token, other = few
-        params, prompt = SamplingParams(max_tokens=200, ignore_eos=True), [1]
+        params, prompt = SamplingParams(max_tokens=120, ignore_eos=True), [1]
         async with (
             AsyncClient(address, token=token) as client,
             AsyncClient(address, token=other) as free,
@@ -438,12 +438,12 @@ class TestHolders:
             done, waiting = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             with pytest.raises(ResourceExhaustedError, match="1 generations of few run, 1 wait"):
                 await done.pop()
-            with pytest.raises(InvalidRequestError, match="max_tokens=201: is over the 200"):
-                await client.generate(params=SamplingParams(max_tokens=201), prompt_token_ids=prompt)
-            assert len((await free.generate(params=params, prompt_token_ids=prompt)).token_ids) == 200
+            with pytest.raises(InvalidRequestError, match="max_tokens=121: is over the 120"):
+                await client.generate(params=SamplingParams(max_tokens=121), prompt_token_ids=prompt)
+            assert len((await free.generate(params=params, prompt_token_ids=prompt)).token_ids) == 120
             async for _ in running:
                 pass
-            assert len((await waiting.pop()).token_ids) == 200
+            assert len((await waiting.pop()).token_ids) == 120
 
 
 class TestPlaintext:

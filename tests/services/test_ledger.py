@@ -68,7 +68,7 @@ def to_blame(found: dict[Stage, float]) -> Stage:
 
 
 def generate(stack: LocalStack, **settings: Any) -> Completion:
-    settings = {"max_tokens": 40, "seed": 3, "rule": Rule.GUMBEL, **settings}
+    settings = {"max_tokens": 24, "seed": 3, "rule": Rule.GUMBEL, **settings}
     return stack.client.generate(params=SamplingParams(**settings), prompt_token_ids=PROMPT)
 
 
@@ -117,15 +117,11 @@ def test_stages_add_up_behind_a_proxy(settings: dict[str, Any]) -> None:
         assert all(ahead >= 2 * count for ahead, count in zip(ahead_ms, num_prepared, strict=True))
 
 
-@pytest.mark.serial  # beside other work the network does take longer
 def test_what_was_drafted_ahead_is_not_network() -> None:
     """Neighbours, a draft slower than the target: most proposals are begun when they are asked for."""
-    with traced(
-        "emulated:step_ms=4", "emulated:step_ms=4,alpha=0.9", coordinator_options={"num_outcomes": "8"}
-    ) as (
-        stack,
-        receiver,
-    ):
+    options = {"num_outcomes": "8"}
+    draft = "emulated:step_ms=4,alpha=0.9"
+    with traced("emulated:step_ms=4", draft, coordinator_options=options) as (stack, receiver):
         done = generate(stack, num_draft_tokens=4, max_tokens=64)
         [root] = roots(receiver, 1)
     found = stages(root)
@@ -191,7 +187,7 @@ def test_a_long_prompt_beside_four_streams() -> None:
 
 def test_a_slow_reader_is_to_blame() -> None:
     with traced(coordinator_options={}) as (stack, receiver):
-        params = SamplingParams(max_tokens=200, seed=3, rule=Rule.GUMBEL)
+        params = SamplingParams(max_tokens=120, seed=3, rule=Rule.GUMBEL)
         with stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
             for _ in stream:
                 time.sleep(0.1)  # the scenario: it takes ten times as long as a round

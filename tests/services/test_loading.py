@@ -25,7 +25,7 @@ from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import verify_pb2, verify_pb2_grpc
 from tests.support.harness import LOOPBACK
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 NAME = "specwire.v1.VerifyService"
 
 

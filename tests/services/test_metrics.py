@@ -258,19 +258,15 @@ def test_requests_that_fail_are_counted_by_status(observed: Observed) -> None:
     assert num_requests(found, "CANCELLED") == 1
     assert value(found, "specwire_generation_tokens_total") > before, "its work counts all the same"
     assert value(found, "gen_ai_server_request_duration_seconds_count", status=OK) == len(observed.done)
-
-
-def test_who_gives_up_at_its_deadline_has_not_cancelled(observed: Observed) -> None:
-    before = num_requests(observed.scrape("coordinator"), "CANCELLED")
-    with Client(observed.stack.address, timeout_s=0.5) as client, pytest.raises(DeadlineExceededError):
-        client.generate(params=SamplingParams(max_tokens=8000), prompt_token_ids=PROMPT)
+    with Client(observed.stack.address, timeout_s=0.3) as client, pytest.raises(DeadlineExceededError):
+        client.generate(params=params, prompt_token_ids=PROMPT)
     found = observed.ended("DEADLINE_EXCEEDED", 1)
-    assert num_requests(found, "CANCELLED") == before
+    assert num_requests(found, "CANCELLED") == 1, "who gives up at its deadline has not cancelled"
 
 
 def test_scrapes_beside_running_streams(observed: Observed) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        running = [threads.submit(observed.generate, 100 + i) for i in range(16)]
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(observed.generate, 100 + i) for i in range(8)]
         while not all(work.done() for work in running):
             for role in ("coordinator", "draft", "verify"):
                 observed.scrape(role)
@@ -388,20 +384,13 @@ async def test_who_does_not_ask_for_openmetrics_gets_the_older_text(accept: byte
     assert list(text_string_to_metric_families(body))
 
 
-async def test_silent_and_oversized_connections_do_not_block_others() -> None:
+async def test_connections_are_bounded_and_silent_and_oversized_ones_do_not_block_others() -> None:
     async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
         host, port = endpoint.address.split(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(7)]
         assert await asyncio.to_thread(ask, endpoint.address, b"x" * 100_000) == b""
         assert b"200 OK" in await asyncio.to_thread(ask, endpoint.address, b"GET /metrics HTTP/1.1\r\n\r\n")
-        for _, writer in silent:
-            writer.close()
-
-
-async def test_connections_are_bounded() -> None:
-    async with MetricsEndpoint(LOOPBACK, [Group(TABLE, Numbers)]) as endpoint:
-        host, port = endpoint.address.split(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+        silent.append(await asyncio.open_connection(host, int(port)))
         reader, writer = await asyncio.open_connection(host, int(port))
         assert await reader.read() == b"", "one too many is closed at once"
         for _, other in [(reader, writer), *silent]:

@@ -162,8 +162,8 @@ class TestMaxTokens:
 
     def test_without_a_number_the_context_is_filled(self, client: Client, tokenizer: Tokenizer) -> None:
         text = "hello"
-        while len(tokenizer.encode(text)) < texts.CONTEXT_LEN - 300:
-            text += " x" * 100
+        while len(tokenizer.encode(text)) < texts.CONTEXT_LEN - 120:
+            text += " x" * 20
         for prompt in ({"prompt": text}, {"prompt_token_ids": [3] * (texts.CONTEXT_LEN - 5)}):
             usage = client.generate(**prompt, params=self.ALL).usage
             assert usage.prompt_tokens + usage.completion_tokens == texts.CONTEXT_LEN

@@ -35,10 +35,10 @@ from specwire.errors import (
 from specwire.v1 import generation_pb2
 from tests.support.pairs import save_good_draft, save_target
 
-TARGET, DRAFT = "emulated:step_ms=5", "emulated:step_ms=1,alpha=0.8"
+TARGET, DRAFT = "emulated:step_ms=3", "emulated:step_ms=1,alpha=0.8"
 PROMPT = [3, 1, 4, 1, 5]
 SHORT = SamplingParams(max_tokens=20, seed=7, rule=Rule.GUMBEL, num_draft_tokens=4)
-LONG = SamplingParams(max_tokens=200, seed=7, rule=Rule.GUMBEL, num_draft_tokens=0)
+LONG = SamplingParams(max_tokens=150, seed=7, rule=Rule.GUMBEL, num_draft_tokens=0)
 PATIENCE_S = 30.0
 
 

@@ -36,7 +36,7 @@ def test_files_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (tmp_path / "questions.jsonl").write_text("\n".join(chosen) + "\n")
     flags = ["--questions", str(tmp_path / "questions.jsonl"), "--output", str(tmp_path / "out")]
     with local_stack(TARGET_DIR, DRAFT_DIR) as stack:
-        command = ["bench", "spec-bench", "--server", stack.address, *flags, "--max-tokens", "12"]
+        command = ["bench", "spec-bench", "--server", stack.address, *flags, "--max-tokens", "8"]
         assert cli.main([*command, "--methods", *METHODS[1:]]) == 0
         page = capsys.readouterr().out
         assert cli.main([*command, "--methods", "heads"]) == 2
