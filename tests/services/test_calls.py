@@ -32,15 +32,17 @@ from specwire.rpc import interceptor as calls
 from specwire.rpc import private
 from specwire.rpc import server as rpc_server
 from specwire.rpc.server import Server
-from specwire.rpc.slots import Slots
 from specwire.rpc.statuses import from_rpc_error
+from specwire.rpc.wire.verify import VerifyOrder
 from tests.support.certificates import Authority
 from tests.support.harness import LocalStack, local_stack
+from tests.support.model_streams import opening, verify
 
 MODEL = "emulated:step_ms=0"
 WATCH, CHECK, LIST = (f"/grpc.health.v1.Health/{name}" for name in ("Watch", "Check", "List"))
 VERIFY = "/specwire.v1.VerifyService/Verify"
 MODEL_INFO = "/specwire.v1.VerifyService/GetModelInfo"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 STREAMS = {
     "coordinator": "/specwire.v1.GenerationService/Generate",
     "draft": "/specwire.v1.DraftService/Draft",
@@ -105,6 +107,21 @@ class TestFirstMessage:
             await call.done_writing()
             _, error = await error_of(call)
             assert isinstance(error, InvalidRequestError)
+
+    @pytest.mark.parametrize("method", [MODEL_INFO, CHECK, WATCH, REFLECTION, VERIFY])
+    async def test_bytes_that_are_no_message(self, stack: LocalStack, method: str) -> None:
+        """At the beginning of a call of any kind, and later in a stream."""
+        async with connected(stack.verify_address) as channel:
+            call = channel.stream_stream(method)()
+            if method == VERIFY:
+                await call.write(verify(VerifyOrder(1, 1, 0, [3]), opened=[opening()]).SerializeToString())
+            await call.write(b"\x0a\x64")  # a field of 100 bytes, of which none come
+            await call.done_writing()
+            code, error = await error_of(call)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert type(error) is InvalidRequestError
+        assert str(error) == "request=2 bytes: is not a message of this method's type"
+        await asyncio.to_thread(stack.assert_idle_within, 10.0)
 
     async def test_a_silent_stream_holds_up_no_shutdown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calls, "_FIRST_MESSAGE_S", 60.0)
@@ -263,19 +280,3 @@ def test_peers_that_leave_as_a_service_ends_are_not_reported(caplog: pytest.LogC
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
         server.ended()
     assert "Exception not handled" not in caplog.text
-
-
-class TestPlaces:
-    def test_each_limit_counts_and_nothing_is_held_after_an_error(self) -> None:
-        slots = Slots("rooms")
-        with contextlib.ExitStack() as held:
-            held.enter_context(slots.held({"a": 2, "all": 3}))
-            held.enter_context(slots.held({"a": 2, "all": 3}))
-            with pytest.raises(ResourceExhaustedError, match="2 rooms of a are open"):
-                held.enter_context(slots.held({"a": 2, "all": 3}))
-            held.enter_context(slots.held({"b": 2, "all": 3}))
-            with pytest.raises(ResourceExhaustedError, match="3 rooms of all are open"):
-                held.enter_context(slots.held({"b": 2, "all": 3}))
-        with pytest.raises(ZeroDivisionError), slots.held({"a": 1}):
-            raise ZeroDivisionError
-        assert not slots._held

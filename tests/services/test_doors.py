@@ -444,6 +444,8 @@ class TestHolders:
             async for _ in running:
                 pass
             assert len((await waiting.pop()).token_ids) == 120
+            unlimited = SamplingParams(max_tokens=None, ignore_eos=True)
+            assert len((await client.generate(params=unlimited, prompt_token_ids=prompt)).token_ids) == 120
 
 
 class TestPlaintext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -176,6 +177,11 @@ class TestDescription:
         for name in (*CompletionBody.model_fields, *ChatBody.model_fields, *ResponsesBody.model_fields):
             assert f"<code>{name}</code>" in answer.text
         assert not re.findall(r"<script|<link|src=|@import|url\(", answer.text)
+
+    def test_the_documents_have_every_parameter(self) -> None:
+        named = set(re.findall(r"\w+", (Path(__file__).parents[2] / "docs/openai.md").read_text()))
+        fields = {name for kind in (CompletionBody, ChatBody, ResponsesBody) for name in kind.model_fields}
+        assert fields <= named, fields - named
 
 
 class TestUnknownParameters:

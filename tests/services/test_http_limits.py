@@ -238,23 +238,17 @@ def answer_to_health(connection: socket.socket) -> bytes:
 
 
 class TestConnections:
-    def test_one_that_asks_for_nothing_ends(self, here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connections, "_REQUEST_S", 0.2)
-        with connected(here.address) as silent, connected(here.address) as slow:
-            slow.sendall(b"GET /health HTTP/1.1\r\n")
-            assert received(silent) == received(slow) == b""
-
-    def test_a_further_request_that_is_slow_ends(
-        self, here: Fronted, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Between requests a connection is kept; one that has begun must come."""
-        with connected(here.address) as kept, connected(here.address) as slow:
-            for connection in (kept, slow):
+    def test_a_request_that_is_slow_ends(self, here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first, whether it has begun or not, and any other. Between requests a connection is kept."""
+        with connected(here.address) as kept, connected(here.address) as further:
+            for connection in (kept, further):
                 connection.sendall(HEALTH)
                 assert answer_to_health(connection).startswith(b"HTTP/1.1 200")
             monkeypatch.setattr(connections, "_REQUEST_S", 0.2)
-            slow.sendall(b"GET /health HTTP/1.1\r\n")
-            assert received(slow) == b""
+            with connected(here.address) as silent, connected(here.address) as first:
+                for slow in (further, first):
+                    slow.sendall(b"GET /health HTTP/1.1\r\n")
+                assert received(silent) == received(first) == received(further) == b""
             kept.sendall(HEALTH)
             assert answer_to_health(kept).startswith(b"HTTP/1.1 200")
 

@@ -1,8 +1,15 @@
-"""Tool calls over HTTP: the OpenAI package against a real stack with a template that renders tools."""
+"""Tool calls over HTTP: the OpenAI package against a real stack with a template that renders tools.
+
+The examples of the page about it, of which some call tools, run here too.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +24,12 @@ from tests.support.fronts import Fronted, fronted
 from tests.support.languages import save_speaker
 from tests.support.pairs import MARKOV_VOCAB_SIZE, markov_model
 
+PAGE = Path(__file__).parents[2] / "docs/openai.md"
 TEMPLATE = (
     "{% for tool in tools or [] %}# tool {{ tool.function | tojson }}\n{% endfor %}"
     "{% if tools %}# write <tool_call>, JSON, </tool_call>\n{% endif %}"
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n"
+    "{% for call in m.tool_calls or [] %}# {{ call.function.name }}\n{% endfor %}{% endfor %}"
 )
 PARAMETERS = {
     "type": "object",
@@ -172,6 +181,42 @@ def test_a_call_of_no_known_tool_is_content(speaker: Fronted, fields: dict[str, 
     choices = [chunk.choices[0] for chunk in ask(speaker, temperature=0, stream=True, **fields)]
     assert "".join(each.delta.content or "" for each in choices) == "".join(PIECES)
     assert choices[-1].finish_reason == "stop"
+
+
+def examples(here: Fronted, language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found
+    return [
+        code.replace("http://127.0.0.1:8080", here.url).replace('"embedded"', f'"{here.model}"')
+        for code in found
+    ]
+
+
+def test_the_pages_examples_in_python(
+    here: Fronted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for code in examples(here, "python"):
+        exec(code, {})
+    completion, called = capsys.readouterr().out.split("tokens a round\n")
+    assert "guesses accepted" in completion
+    assert called.startswith("weather was called; ")
+
+
+@pytest.mark.slow
+def test_the_pages_examples_with_curl(here: Fronted) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl command")
+    environ = os.environ | {"NO_PROXY": "127.0.0.1"}
+    whole, streamed, called = (
+        subprocess.check_output(["bash", "-c", code], text=True, timeout=60, env=environ)
+        for code in examples(here, "bash")
+    )
+    assert '"text_completion"' in whole
+    assert '"accepted_prediction_tokens"' in streamed
+    assert '"fate":"accepted"' in streamed
+    assert streamed.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"tool_calls"' in called
 
 
 class TestResponses:

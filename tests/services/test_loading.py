@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,11 +20,12 @@ import verify_service.service
 from specwire import AsyncClient, SamplingParams
 from specwire.config.services import CoordinatorConfig, VerifyConfig
 from specwire.engine import boot
-from specwire.errors import ModelLoadError, ServiceLoadingError, ServiceUnavailableError
+from specwire.errors import ConfigError, ModelLoadError, ServiceLoadingError, ServiceUnavailableError
 from specwire.rpc.server import Server
 from specwire.rpc.statuses import from_rpc_error
 from specwire.v1 import verify_pb2, verify_pb2_grpc
-from tests.support.harness import LOOPBACK
+from tests.support.harness import LOOPBACK, on_own_loop
+from tests.support.refusals import refused
 
 PATIENCE_S = 0.5
 NAME = "specwire.v1.VerifyService"
@@ -133,3 +135,14 @@ async def test_a_model_that_cannot_be_loaded_ends_the_wait(verify: Verify) -> No
             ServiceUnavailableError, match=r"nothing serves at this address.*--connect-timeout-s"
         ):
             await waiting
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = VerifyConfig(model="emulated:step_ms=0", address=address)
+        with (
+            refused(ConfigError, f"--address {address}", "in use"),
+            on_own_loop(lambda: verify_service.service.serving(config)),
+        ):
+            pass

@@ -13,7 +13,6 @@ import pytest
 
 from coordinator.prompts import fitted
 from specwire import Client, SamplingParams
-from specwire.config.security.bearer import make_token
 from specwire.core import ModelInfo
 from specwire.errors import (
     ContextLengthError,
@@ -167,31 +166,6 @@ class TestMaxTokens:
         for prompt in ({"prompt": text}, {"prompt_token_ids": [3] * (texts.CONTEXT_LEN - 5)}):
             usage = client.generate(**prompt, params=self.ALL).usage
             assert usage.prompt_tokens + usage.completion_tokens == texts.CONTEXT_LEN
-
-    def test_or_as_much_of_it_as_the_token_allows(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        token, line = make_token("alice", max_tokens=7)
-        tokens = tmp_path / "tokens"
-        tokens.write_text(line + "\n")
-        with (
-            local_stack(pair[0], coordinator_options={"tokens": str(tokens)}) as stack,
-            Client(stack.address, token=token) as alice,
-        ):
-            assert alice.generate("hello", self.ALL).usage.completion_tokens == 7
-
-    @pytest.mark.parametrize(
-        ("given", "prompt_len", "most", "found"),
-        [
-            (None, 3, None, 5),
-            (None, 7, None, 1),
-            (None, 3, 2, 2),
-            (None, 3, 9, 5),
-            (5, 3, None, 5),
-            (1, 3, 9, 1),
-        ],
-    )
-    def test_the_number(self, given: int | None, prompt_len: int, most: int | None, found: int) -> None:
-        target = ModelInfo(name="m", vocab_size=8, context_len=8)
-        assert fitted(SamplingParams(max_tokens=given), prompt_len, target, most).max_tokens == found
 
     @pytest.mark.parametrize(("given", "prompt_len"), [(None, 8), (None, 9), (6, 3), (1, 8)])
     def test_no_room(self, given: int | None, prompt_len: int) -> None:

@@ -22,7 +22,6 @@ from coordinator.peers.handshake import check_same
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
 from specwire import AsyncClient, Completion, Rule, SamplingParams, clock
-from specwire.config.fields import split_addresses
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.core import ModelInfo
@@ -33,7 +32,10 @@ from specwire.errors import (
     ServiceUnavailableError,
 )
 from specwire.v1 import generation_pb2
+from tests.support import texts
+from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_target
+from tests.support.refusals import refused
 
 TARGET, DRAFT = "emulated:step_ms=3", "emulated:step_ms=1,alpha=0.8"
 PROMPT = [3, 1, 4, 1, 5]
@@ -201,13 +203,6 @@ class TestAttempts:
 
 
 class TestAddresses:
-    def test_lists_and_names(self) -> None:
-        assert split_addresses("verify_address", "a:1, [::1]:2,dns:///c:3") == (
-            "a:1",
-            "[::1]:2",
-            "dns:///c:3",
-        )
-
     @pytest.mark.parametrize(
         "text", ["", "a", "a:1,", "a:1,b", "a:1,a:1", "dns:///a", "dns://a:1", "dns:///:1"]
     )
@@ -380,22 +375,6 @@ async def test_a_name_is_followed_and_what_vanishes_drains_away(services: Servic
         assert (await generate(client, LONG)).token_ids == alone.token_ids
 
 
-async def test_a_replica_with_another_model_that_comes_later_is_left_out(
-    services: Services, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that is there at the start: the next test."""
-    first = await services.start("verify", TARGET)
-    other = await services.start("verify", TARGET + ",context_len=256")
-    zone = Zone(first)
-    async with serving("dns:///verify.local:7072", zone=zone) as client:
-        zone.addresses = [first, other]
-        await until(client, lambda _: "is left out" in caplog.text)
-        await generate(client)
-        [out] = [one for one in (await replicas(client)).values() if one.unavailable]
-        assert "name=" in out.unavailable
-        assert out.num_streams == 0
-
-
 async def test_other_weights_under_the_same_name_are_left_out(services: Services, tmp_path: Path) -> None:
     """A directory of the same name, with weights that were changed a little."""
     first = await services.start("verify", str(save_target(tmp_path / "a" / "target")), dtype="float32")
@@ -447,6 +426,16 @@ async def test_a_draft_that_does_not_fit_is_refused_at_start_if_there_is_no_othe
             pass
     async with serving(verify, f"{other},{fits}") as client:
         assert (await generate(client)).speculation.num_draft_tokens > 0
+
+
+def test_a_pair_with_different_tokenizers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = save_target(tmp_path / "stranger", vocab_size=texts.VOCAB_SIZE)
+    texts.build_tokenizer(["entirely other words, so other merges\n"]).save_pretrained(other)
+    with (
+        refused(HandshakeError, "'target'", "'stranger'", "different tokenizers"),
+        local_stack(pair[0], other),
+    ):
+        pass
 
 
 async def test_services_of_another_protocol_version_are_left_out_until_an_upgrade_is_whole(
