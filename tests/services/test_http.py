@@ -144,7 +144,7 @@ class TestCompletions:
         assert order != sorted(order), "one after the other would make the second wait"
 
     def test_prompts_are_text_or_tokens_one_or_several(self, here: Fronted) -> None:
-        prompts: list[Any] = [PROMPT, "import os"], [[40, 41, 42], [50, 51]]
+        prompts: tuple[Any, ...] = ([PROMPT, "import os"], [[40, 41, 42], [50, 51]])
         for several in prompts:
             together = complete(here, prompt=several, n=2, max_tokens=4).choices
             alone = [complete(here, prompt=prompt, n=2, max_tokens=4).choices for prompt in several]

@@ -194,6 +194,11 @@ def test_a_coordinators_counts_agree_with_its_completions(observed: Observed) ->
     assert first_s < value(found, "gen_ai_server_request_duration_seconds_sum", status=OK)
     count = value(found, "gen_ai_server_request_duration_seconds_bucket", status=OK, le="+Inf")
     assert count == len(observed.done)
+    for role in ("draft", "verify"):
+        assert value(found, "specwire_replicas", role=role, state="available") == 1
+        assert value(found, "specwire_replicas", role=role, state="unavailable") == 0
+    assert 0 < value(found, "specwire_chosen_draft_tokens") <= 4
+    assert value(found, "specwire_requests_without_draft_total") == 0
 
 
 @pytest.mark.parametrize("role", ["draft", "verify"])
@@ -222,15 +227,6 @@ def test_an_engines_counts_agree_with_its_status(observed: Observed, role: str) 
     }
     assert 0 < value(found, "specwire_engine_forward_seconds_total", role=role) < 60
     assert value(found, "process_resident_memory_bytes") > 1e6
-
-
-def test_who_is_there_and_what_is_chosen(observed: Observed) -> None:
-    found = observed.scrape("coordinator")
-    for role in ("draft", "verify"):
-        assert value(found, "specwire_replicas", role=role, state="available") == 1
-        assert value(found, "specwire_replicas", role=role, state="unavailable") == 0
-    assert 0 < value(found, "specwire_chosen_draft_tokens") <= 4
-    assert value(found, "specwire_requests_without_draft_total") == 0
 
 
 @pytest.mark.parametrize(("role", "model"), [("coordinator", TARGET), ("verify", TARGET), ("draft", DRAFT)])

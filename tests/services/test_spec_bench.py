@@ -18,7 +18,7 @@ from tests.support.imports import ROOT
 from tools.bench import spec_bench
 
 QUESTIONS = ROOT / "benchmarks/spec_bench.jsonl"
-FIRST = "qa", "writing", "rag"
+FIRST = "qa", "writing", "translation"
 METHODS = "plain", "auto", "model", "tree", "ngram"
 
 
