@@ -32,6 +32,7 @@ from specwire.rpc import interceptor as calls
 from specwire.rpc import private
 from specwire.rpc import server as rpc_server
 from specwire.rpc.server import Server
+from specwire.rpc.slots import Slots
 from specwire.rpc.statuses import from_rpc_error
 from specwire.rpc.wire.verify import VerifyOrder
 from tests.support.certificates import Authority
@@ -280,3 +281,19 @@ def test_peers_that_leave_as_a_service_ends_are_not_reported(caplog: pytest.LogC
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
         server.ended()
     assert "Exception not handled" not in caplog.text
+
+
+class TestPlaces:
+    def test_each_limit_counts_and_nothing_is_held_after_an_error(self) -> None:
+        slots = Slots("rooms")
+        with contextlib.ExitStack() as held:
+            held.enter_context(slots.held({"a": 2, "all": 3}))
+            held.enter_context(slots.held({"a": 2, "all": 3}))
+            with pytest.raises(ResourceExhaustedError, match="2 rooms of a are open"):
+                held.enter_context(slots.held({"a": 2, "all": 3}))
+            held.enter_context(slots.held({"b": 2, "all": 3}))
+            with pytest.raises(ResourceExhaustedError, match="3 rooms of all are open"):
+                held.enter_context(slots.held({"b": 2, "all": 3}))
+        with pytest.raises(ZeroDivisionError), slots.held({"a": 1}):
+            raise ZeroDivisionError
+        assert not slots._held
