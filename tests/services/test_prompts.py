@@ -166,6 +166,14 @@ class TestMaxTokens:
         usage = client.generate(text, self.ALL).usage
         assert usage.prompt_tokens + usage.completion_tokens == texts.CONTEXT_LEN
 
+    @pytest.mark.parametrize(
+        ("prompt_len", "most", "found"), [(7, None, 1), (3, 9, 5), (3, 2, 2)], ids=["last", "room", "token"]
+    )
+    def test_the_number(self, prompt_len: int, most: int | None, found: int) -> None:
+        """Whichever is less: room in the context, or what the token allows."""
+        target = ModelInfo(name="m", vocab_size=8, context_len=8)
+        assert fitted(SamplingParams(max_tokens=None), prompt_len, target, most).max_tokens == found
+
     @pytest.mark.parametrize(("given", "prompt_len"), [(None, 8), (None, 9), (6, 3), (1, 8)])
     def test_no_room(self, given: int | None, prompt_len: int) -> None:
         target = ModelInfo(name="m", vocab_size=8, context_len=8)
