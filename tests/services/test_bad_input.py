@@ -297,3 +297,13 @@ def test_a_sequence_id_that_is_not_new(
             stream.ask(message(make(1), opened=[opening(1)]))
         with refused(InvalidRequestError, f"sequence_id={sequence_id}: must be over {least}"):
             stream.ask(message(opened=[opening(sequence_id)], closed=closed))
+
+
+@pytest.mark.parametrize("make", SIDES)
+def test_columns_that_do_not_fit_each_other(stack: LocalStack, make: Make) -> None:
+    """The requests of the message are not known: the stream ends."""
+    role, message = SIDES[make]
+    wrong = message(make(1), make(2), opened=[opening(1), opening(2)])
+    wrong.request_ids[:] = [1]
+    with raw_stream(stack, role) as stream, refused(InvalidRequestError, "request_ids=1: must have 2"):
+        stream.ask(wrong)

@@ -314,6 +314,19 @@ def test_no_field_is_forgotten() -> None:
     assert names - FREE == {name.partition(" (")[0] for name in LIMITS} - {PROMPT_FIELD}
 
 
+def test_what_a_client_of_another_version_asks_for_is_not_ignored(stack: LocalStack) -> None:
+    """Of a request, of a part of it, and of one that acknowledges tokens."""
+    unknown = b"\xf8\x07\x01"  # field 127
+    sampling = common_pb2.SamplingParams.FromString(unknown)
+    later = generation_pb2.GenerateRequest.FromString(unknown)
+    in_part, later_in_stream = generation(sampling=sampling), [generation(credit_tokens=64), later]
+    with grpc.insecure_channel(stack.address) as channel:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        for requests, name in (([in_part], "sampling"), ([later], "request"), (later_in_stream, "request")):
+            with pytest.raises(InvalidRequestError, match=f"{name}=field 127: is not known"), our_errors():
+                list(stub.Generate(iter(requests), timeout=30))
+
+
 def test_metadata_is_limited(stack: LocalStack) -> None:
     assert isinstance(error_of(stack, generation(), [("x-much", "x" * 20_000)]), ResourceExhaustedError)
 
