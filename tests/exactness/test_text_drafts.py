@@ -82,6 +82,7 @@ def test_every_method_of_a_request(stack: LocalStack, method: str, temperature: 
         assert sources(done[1]) == {method}
 
 
+@pytest.mark.sample(1)
 def test_earlier_outputs_are_those_of_the_same_salt(stack: LocalStack) -> None:
     """The second request of a salt knows the first one's output: it takes fewer rounds."""
     salts = ("", "", "mine", "mine", "other")

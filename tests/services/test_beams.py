@@ -29,7 +29,7 @@ from tests.support.languages import save_speaker
 from tests.support.pairs import markov_model, save_good_draft, save_hostile_draft, save_target
 from tests.support.parameters import VALUES
 
-FAMILIES = ("llama", "gpt2", "t5")
+FAMILIES = ("llama", "t5", pytest.param("gpt2", marks=pytest.mark.slow))
 PROMPTS = [[5, 9, 11, 2, 7, 4], [9, 9, 5], [*range(3, 40)]]
 MAX_TOKENS = 16
 BEAMS = SamplingParams(

@@ -27,7 +27,7 @@ from verify_service.draft_model import ModelDrafts
 from verify_service.grown import Growing
 
 PROMPT = [5, 9, 11, 2, 7, 4]
-BASE = SamplingParams(max_tokens=48, seed=3, ignore_eos=True, num_draft_tokens=5)
+BASE = SamplingParams(max_tokens=32, seed=3, ignore_eos=True, num_draft_tokens=5)
 CASES = {
     "greedy": replace(BASE, temperature=0),
     "gumbel": replace(BASE, rule=Rule.GUMBEL, temperature=0.7),
@@ -88,6 +88,7 @@ def stacks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield Stacks(host, device, drafting, on_host, verify, is_asked, prepares)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_chains(stacks: Stacks, case: str) -> None:
     assert stacks.drafting._chains is not None
@@ -103,6 +104,7 @@ def test_the_same_chains(stacks: Stacks, case: str) -> None:
     assert len(stacks.drafting._chains._loops) > before or case == "block"
 
 
+@pytest.mark.sample(1)
 def test_kinds_and_lengths_together(stacks: Stacks) -> None:
     """Those of a kind in one loop, however long each may be; trees and edited rows on the host."""
     others = [
@@ -158,6 +160,7 @@ def test_where_the_host_chooses_no_pass_is_run_for_nothing(stacks: Stacks) -> No
     assert passes.call_count <= done.speculation.num_draft_tokens + 2 or stacks.prepares
 
 
+@pytest.mark.sample(1)
 def test_a_loop_that_cannot_be_captured(stacks: Stacks, caplog: pytest.LogCaptureFixture) -> None:
     """The host goes on in its place, with the sequences as they were."""
     steps = stacks.drafting._chains

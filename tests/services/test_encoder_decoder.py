@@ -93,6 +93,7 @@ def test_a_seeded_text_is_that_of_plain_decoding(stack: LocalStack) -> None:
             assert [each.token_ids for each in done] == [each.token_ids for each in plain]
 
 
+@pytest.mark.sample(1)
 def test_the_end_token_ends_the_output(stack: LocalStack, family: str) -> None:
     """The decoder's first token is no end, even where it is the end token."""
     expected = generated(family, PROMPTS[0], 24)
@@ -102,6 +103,7 @@ def test_the_end_token_ends_the_output(stack: LocalStack, family: str) -> None:
     assert done.finish_reason == "stop"
 
 
+@pytest.mark.sample(1)
 def test_a_resumed_generation_says_the_same(stack: LocalStack, family: str) -> None:
     """The output so far is the decoder's, after the same input."""
     expected = generated(family, PROMPTS[0], 24)
@@ -114,6 +116,7 @@ def test_a_resumed_generation_says_the_same(stack: LocalStack, family: str) -> N
     assert found == expected[9:]
 
 
+@pytest.mark.sample(1)
 def test_a_small_cache_preempts_and_the_text_stays(pair: tuple[Path, Path], family: str) -> None:
     """The input is encoded again when its sequence runs again; nothing is held at the end."""
     prompts = [[*range(3, 40)], [*range(4, 40)], [*range(5, 44)]]
@@ -126,6 +129,7 @@ def test_a_small_cache_preempts_and_the_text_stays(pair: tuple[Path, Path], fami
         stack.assert_idle_within(2.0)
 
 
+@pytest.mark.sample(1)
 def test_the_handshake_and_the_command_drafts(stack: LocalStack, family: str) -> None:
     target, draft = stack.client.get_model_info()
     assert draft is not None

@@ -162,7 +162,7 @@ def same(ours: Sequence[Proposal], theirs: Sequence[Proposal]) -> bool:
 class TestProposals:
     """As without an inner drafter, for every one, and with every parameter."""
 
-    @pytest.mark.sample(6)
+    @pytest.mark.sample(4)
     @pytest.mark.parametrize("params", KINDS)
     @pytest.mark.parametrize("inner", INNER)
     @pytest.mark.usefixtures("eager")
@@ -174,6 +174,7 @@ class TestProposals:
         if inner == "same":  # one pass a proposal: its guesses are made with the noise of the draft
             assert num_passes == NUM_ROUNDS + 1
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("params", KINDS[:2])
     def test_guesses_that_are_believed_are_caught(
         self, models: Models, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, eager: None
@@ -190,7 +191,8 @@ class TestProposals:
         ours, _ = proposals(models.draft, models.inner("hostile"), params)
         assert not same(ours, models.without(params)[0])
 
-    @pytest.mark.parametrize("inner", ["ngram", "same"])
+    @pytest.mark.sample(1)
+    @pytest.mark.parametrize("inner", ["same", "ngram"])
     def test_a_batch_invariant_draft_rounds_alike(self, models: Models, inner: str, eager: None) -> None:
         """Bit for bit: candidates and supports are those of a pass of one token."""
         options: dict[str, Any] = {"batch_invariant": True, "dtype": "bfloat16"}
@@ -220,6 +222,7 @@ class TestProposals:
 class TestRejectionSampling:
     """How long a proposal takes must not depend on its tokens: see "Time and tokens" in docs/exactness.md."""
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
     def test_a_pass_for_each_token(self, models: Models, rule: Rule) -> None:
         params = replace(REJECTION, rule=rule)
@@ -301,7 +304,7 @@ class TestThroughTheServices:
         {},
     )
 
-    @pytest.mark.sample(2)
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("params", [KINDS[0], KINDS[3]])
     def test_the_text_is_that_of_plain_decoding(self, stack: LocalStack, params: SamplingParams) -> None:
         params = replace(params, max_tokens=30)
@@ -313,6 +316,7 @@ class TestThroughTheServices:
             assert not done.speculation.draft_unavailable
         stack.assert_idle_within(5.0)
 
+    @pytest.mark.sample(1)
     def test_the_handshake_and_the_command_drafts_name_it(self, stack: LocalStack) -> None:
         _, draft = stack.client.get_model_info()
         assert draft is not None

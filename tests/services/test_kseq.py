@@ -65,7 +65,7 @@ def ask_for_chains(stack: LocalStack, seed: int, **changes: Any) -> Any:
 
 def test_each_chain_is_drawn_with_numbers_of_its_own(stack: LocalStack) -> None:
     """Over the wire's own bytes: inverting what was sent with the numbers of a chain gives its tokens."""
-    for seed in range(4):
+    for seed in range(2):
         found = ask_for_chains(stack, seed).proposals
         assert found.num_chains == [NUM_CHAINS]
         (several,) = proposals.from_proto(found, [len(PROMPT)], texts.VOCAB_SIZE)
@@ -119,10 +119,8 @@ def test_counts_are_of_nodes_and_depths(stack: LocalStack) -> None:
 
 def test_one_chain_is_the_token_rule(pair: tuple[Path, Path]) -> None:
     with local_stack(*pair, coordinator_options=options(1, num_outcomes="0")) as alone:
-        for temperature in (0.7, 1.3):
-            params = replace(KSEQ, temperature=temperature)
-            expected = generate(alone, replace(params, rule=Rule.REJECTION))
-            assert generate(alone, params).token_ids == expected.token_ids
+        expected = generate(alone, replace(KSEQ, rule=Rule.REJECTION))
+        assert generate(alone, KSEQ).token_ids == expected.token_ids
 
 
 def test_greedy_decoding_is_as_ever(stack: LocalStack) -> None:

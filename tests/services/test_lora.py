@@ -30,7 +30,7 @@ from tests.support.together import together
 
 FAMILIES = ("llama", pytest.param("gpt2", marks=pytest.mark.slow))
 PROMPT = [5, 9, 11, 2, 7]
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=11, rule=Rule.GUMBEL)
 
@@ -107,6 +107,7 @@ def test_a_seeded_text_does_not_depend_on_the_company(served: Served, stack: Loc
         assert [done.token_ids for done in done_together] == [*alone.values(), *alone.values()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Rule.BLOCK, Rule.REJECTION])
 def test_under_rules_that_judge_by_probabilities(stack: LocalStack, rule: Rule) -> None:
     """Written at a temperature near 0 it is the greedy text: the target's distribution is the adapter's."""
@@ -151,7 +152,7 @@ def test_a_lost_target_changes_no_text(served: Served, stack: LocalStack) -> Non
 
 
 def test_sequences_that_lose_their_pages_to_each_other(served: Served) -> None:
-    options = served.options | {"num_kv_tokens": 96, "page_size": 4}
+    options = served.options | {"num_kv_tokens": 64, "page_size": 4}
     with (
         started_services() as services,
         local_stack(served.target, served.draft, verify_options=options) as running,
@@ -223,7 +224,8 @@ class TestOpenAI:
 
     def test_the_model_of_a_request_chooses(self, served: Served, client: openai.OpenAI) -> None:
         base = client.models.list().data[0].id
-        for name, text in served.texts.items():
+        for name in ("", "some"):
+            text = served.texts[name]
             done = client.completions.create(
                 model=name or base,
                 prompt=PROMPT,
@@ -244,6 +246,7 @@ class TestOpenAI:
             client.completions.create(model="nobody", prompt=PROMPT, max_tokens=1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("source", ["heads", "layers", "mtp", "dflash", "eagle3", "draft_model"])
 def test_a_target_that_drafts_for_itself(tmp_path: Path, source: str) -> None:
     """Its drafts read states of whatever ran; a draft model beside it is the base's."""

@@ -57,6 +57,7 @@ def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 OPTIONS = {"num_draft_tokens": "auto", "num_outcomes": "0", "draft_timeout_ms": 10.0}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
 def test_slow_masks_make_no_proposal_late(
     models: list[Path], slow_masks: Callable[[], None], rule: Rule
@@ -73,6 +74,7 @@ def test_slow_masks_make_no_proposal_late(
     assert (num_drafted >= num_possible) is not params.matches_tokens, done
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
 def test_no_late_proposal_is_kept(
     models: list[Path], slow_masks: Callable[[], None], monkeypatch: pytest.MonkeyPatch, rule: Rule

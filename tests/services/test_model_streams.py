@@ -37,7 +37,7 @@ from tests.support.model_streams import (
 
 MAX_SEQUENCES = 3
 ROLES = pytest.mark.parametrize("role", ["draft", "verify"])
-SLOW = "emulated:step_ms=300"
+SLOW = "emulated:step_ms=150"
 """A pass that a test gets ahead of."""
 
 

@@ -42,8 +42,8 @@ from tests.support.together import generated
 from verify_service.grown import GrownDrafts
 from verify_service.threshold import Threshold
 
-SOURCES = ("heads", "layers", "mtp", "dflash", "eagle3", "draft_model")
-ARGUMENTS = ("heads", "a0", True, "drafter", "eagle3", "embedded")
+SOURCES = ("eagle3", "heads", "layers", "dflash", "draft_model", "mtp")
+ARGUMENTS = ("eagle3", "heads", "a0", "drafter", "embedded", True)
 """Of their flags."""
 ONLY_CHAINS = ("layers", "mtp")
 ON_REQUEST = ("heads", "layers", "mtp", "dflash", "eagle3")
@@ -74,6 +74,7 @@ def stack(served: Served) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.mark.sample(3)
 def test_a_request_may_ask_for_them(served: Served, stack: LocalStack) -> None:
     source = served.source
     plain = stack.client.generate(params=replace(GREEDY, draft="off"), prompt_token_ids=PROMPT)
@@ -85,6 +86,7 @@ def test_a_request_may_ask_for_them(served: Served, stack: LocalStack) -> None:
         assert [each.source for each in done.speculation.by_source] == [source]
 
 
+@pytest.mark.sample(3)
 def test_what_is_not_offered(served: Served, stack: LocalStack) -> None:
     source = served.source
     for other in ("layers" if source == "heads" else "medusa", f"ngram,{source}"):
@@ -92,12 +94,14 @@ def test_what_is_not_offered(served: Served, stack: LocalStack) -> None:
             stack.client.generate(params=replace(GREEDY, draft=other), prompt_token_ids=PROMPT)
 
 
+@pytest.mark.sample(3)
 def test_a_request_that_leaves_the_rule_open_is_coupled(served: Served, stack: LocalStack) -> None:
     """Under rejection sampling the target could not share noise with its draft, and would have no trees."""
     params = SamplingParams(max_tokens=4, draft=served.source)
     assert stack.client.generate(params=params, prompt_token_ids=PROMPT).rule is Rule.GUMBEL
 
 
+@pytest.mark.sample(3)
 def test_trees(served: Served, stack: LocalStack) -> None:
     """Of those that have them; the others draft chains."""
     params = replace(GREEDY, draft=served.source, num_draft_tokens=12, max_depth=3)
@@ -109,6 +113,7 @@ def test_trees(served: Served, stack: LocalStack) -> None:
     assert done.speculation.num_draft_tokens > 10 * done.speculation.num_rounds
 
 
+@pytest.mark.sample(3)
 def test_passes_that_are_recorded_keep_what_drafts_read(served: Served, stack: LocalStack) -> None:
     """As on a GPU: after the same tokens there are the same draft tokens as where passes run as they are."""
     if served.source not in {"dflash", "eagle3"}:
@@ -145,10 +150,11 @@ def test_passes_that_are_recorded_keep_what_drafts_read(served: Served, stack: L
     assert all(one[key] == other[key] for key in one.keys() & other.keys())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.6])
 def test_a_lost_target_changes_no_text(served: Served, stack: LocalStack, temperature: float) -> None:
     """The connection is cut again and again while the text is read; each time a new sequence is opened."""
-    params = replace(GREEDY, temperature=temperature, max_tokens=80, num_draft_tokens=3)
+    params = replace(GREEDY, temperature=temperature, max_tokens=50, num_draft_tokens=3)
     off = replace(params, draft="off", num_draft_tokens=None)
     plain = stack.client.generate(params=off, prompt_token_ids=PROMPT)
     assert stack.verify_proxy is not None
@@ -160,6 +166,7 @@ def test_a_lost_target_changes_no_text(served: Served, stack: LocalStack, temper
     stack.assert_idle_within(5.0)
 
 
+@pytest.mark.sample(3)
 def test_a_client_that_stops_reading(served: Served, stack: LocalStack) -> None:
     """Nothing is held for it any more, though its rounds were begun by the target."""
     params = replace(GREEDY, max_tokens=400, draft=served.source, num_draft_tokens=3)
@@ -168,10 +175,11 @@ def test_a_client_that_stops_reading(served: Served, stack: LocalStack) -> None:
     stack.assert_idle_within(5.0)
 
 
+@pytest.mark.sample(3)
 def test_a_cache_that_is_too_small(served: Served) -> None:
     """Sequences lose their pages to one another, and drafts find no room: the text stays."""
-    options = served.options | {"num_kv_tokens": 96}
-    params = replace(GREEDY, max_tokens=60, draft=served.source, num_draft_tokens=4)
+    options = served.options | {"num_kv_tokens": 64}
+    params = replace(GREEDY, max_tokens=40, draft=served.source, num_draft_tokens=4)
     with started_services() as services, local_stack(served.target, verify_options=options) as running:
         plain = generated(running.address, [replace(params, draft="off", num_draft_tokens=None)], PROMPT)
         together = generated(running.address, [params] * 3, PROMPT)
@@ -180,6 +188,7 @@ def test_a_cache_that_is_too_small(served: Served) -> None:
         check_integrity(services["verify"].runner.pool)
 
 
+@pytest.mark.sample(3)
 def test_the_command_drafts(served: Served, stack: LocalStack) -> None:
     params = replace(GREEDY, draft=served.source, num_draft_tokens=2)
     stack.client.generate(params=params, prompt_token_ids=PROMPT)

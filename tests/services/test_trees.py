@@ -118,8 +118,9 @@ def test_a_batch_invariant_target_verifies_chains_only(tmp_path: Path) -> None:
         with local_stack(target, draft, verify_options=invariant, coordinator_options=options) as stack:
             with refused(UnsupportedError, "max_depth", "4", "chains only"):
                 stack.client.generate(params=TREE, prompt_token_ids=PROMPT)
-            done = stack.client.generate(params=GREEDY, prompt_token_ids=PROMPT)
-            plain = stack.client.generate(params=replace(GREEDY, num_draft_tokens=0), prompt_token_ids=PROMPT)
+            params = replace(GREEDY, max_tokens=30)
+            done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+            plain = stack.client.generate(params=replace(params, num_draft_tokens=0), prompt_token_ids=PROMPT)
         assert done.token_ids == plain.token_ids
         assert done.speculation.num_accepted_tokens > 0
         assert done.reproducible

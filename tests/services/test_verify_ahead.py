@@ -42,7 +42,7 @@ from verify_service.stream import VerifyStream
 
 TARGET, DRAFT = "emulated:step_ms=24", "emulated:step_ms=0.5,alpha=0.85,runner_up=0.6"
 PROMPT = [1, 2, 3]
-GUMBEL = SamplingParams(max_tokens=100, seed=7, rule=Rule.GUMBEL)
+GUMBEL = SamplingParams(max_tokens=40, seed=7, rule=Rule.GUMBEL)
 KINDS = [
     pytest.param(replace(GUMBEL, temperature=0), id="greedy"),
     pytest.param(GUMBEL, id="gumbel"),
@@ -133,10 +133,14 @@ def test_the_text_is_the_same_with_and_without(on: Watched, off: Watched, params
     assert [(t.token_id, t.top_logprobs) for t in with_it.tokens] == [
         (t.token_id, t.top_logprobs) for t in without.tokens
     ]
-    assert on.num_begun > num_before
     assert (off.num_begun, on.num_disagreements) == (0, 0)
+    num_begun, num_rounds = on.num_begun - num_before, with_it.speculation.num_rounds
+    assert num_begun > 0
+    # Of plain rounds all but the first, which has no round before it.
+    assert params.num_draft_tokens != 0 or num_rounds - num_begun <= 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("params", "rule"), [(GUMBEL, Rule.REJECTION), (GUMBEL, Rule.BLOCK), (PLAIN, Rule.REJECTION)]
 )
@@ -165,7 +169,7 @@ class Alternating:
         pass
 
 
-@pytest.mark.parametrize("num_plain", [1, 2, 7])
+@pytest.mark.parametrize("num_plain", [1, 5])
 def test_it_goes_on_with_drafts_and_without_by_turns(
     on: Watched, expected: Completion, monkeypatch: pytest.MonkeyPatch, num_plain: int
 ) -> None:
@@ -177,13 +181,6 @@ def test_it_goes_on_with_drafts_and_without_by_turns(
     assert done.speculation.num_accepted_tokens > 0
     assert on.num_begun > num_before
     assert on.num_disagreements == 0
-
-
-def test_a_plain_round_is_begun_before_it_is_asked_for(on: Watched) -> None:
-    """All but the first, which has no round before it."""
-    num_before = on.num_begun
-    done = on.generate(PLAIN)
-    assert done.speculation.num_rounds - (on.num_begun - num_before) <= 3
 
 
 class TestAnotherOutcome:
@@ -263,7 +260,7 @@ class TestAnotherOutcome:
 
 class TestEndsInMidFlight:
     @BOTH
-    @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 11, 37])
+    @pytest.mark.parametrize("max_tokens", [1, 2, 6, 37])
     def test_max_tokens(
         self, on: Watched, expected: Completion, params: SamplingParams, max_tokens: int
     ) -> None:
@@ -276,17 +273,17 @@ class TestEndsInMidFlight:
 
     @BOTH
     def test_a_stop_token(self, on: Watched, expected: Completion, params: SamplingParams) -> None:
-        stop = expected.token_ids[60]
+        stop = expected.token_ids[25]
         num_tokens = expected.token_ids.index(stop) + 1
         done = on.generate(replace(params, stop_token_ids=(stop,)))
         assert done.token_ids == expected.token_ids[:num_tokens]
 
     def test_the_context_ends(self, expected: Completion) -> None:
         """Of what was prepared for, nothing is judged that has no room."""
-        with watched(verify_options={"model": TARGET + ",context_len=64"}) as small:
+        with watched(verify_options={"model": TARGET + ",context_len=32"}) as small:
             for params in (GUMBEL, PLAIN):
                 done = small.generate(replace(params, max_tokens=None))
-                assert done.token_ids == expected.token_ids[: 64 - len(PROMPT)]
+                assert done.token_ids == expected.token_ids[: 32 - len(PROMPT)]
             small.assert_free()
 
     @BOTH
