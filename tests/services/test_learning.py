@@ -123,8 +123,11 @@ def test_a_seed_that_is_given_twice_has_other_numbers(stack: LocalStack) -> None
     assert texts[0] != texts[1]
 
 
-def test_prompts_computed_with_other_weights_are_not_found(stack: LocalStack) -> None:
+def test_prompts_computed_with_other_weights_are_not_found(
+    stack: LocalStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until the weights are replaced they are; afterwards they are computed anew."""
+    monkeypatch.setattr(grades.Grades, "decide", lambda _: True)  # after its first step
     prompt = [*range(16)] * 8
 
     def num_hits() -> int:
@@ -135,19 +138,9 @@ def test_prompts_computed_with_other_weights_are_not_found(stack: LocalStack) ->
     num_hits()
     assert num_hits() >= 96
     generate_until(stack, 1)
-    settle(stack)
+    monkeypatch.setattr(Learner, "wait_s", lambda _: None)  # nothing more is studied
     assert num_hits() == 0
     assert num_hits() >= 96
-
-
-def settle(stack: LocalStack) -> None:
-    """Until there is nothing left to study."""
-    deadline, now = time.monotonic() + TIMEOUT_S, learning(stack)
-    while True:
-        time.sleep(0.3)
-        if now == (now := learning(stack)):
-            return
-        assert time.monotonic() < deadline
 
 
 @pytest.mark.serial
