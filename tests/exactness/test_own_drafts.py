@@ -89,7 +89,12 @@ TEXT_VARIANTS = {
     "eagle3": ("random", "good"),  # likewise; always right where the target has a small vocabulary
     "draft_model": ("good", "hostile"),
 }
-QUICK = (("heads", "good", True), ("layers", "far", False), ("dflash", "random", True), ("eagle3", "good", True))
+QUICK = (
+    ("heads", "good", True),
+    ("layers", "far", False),
+    ("dflash", "random", True),
+    ("eagle3", "good", True),
+)
 """The other sources' texts are in `make test` by `services/test_own_drafts.py`."""
 
 

@@ -153,14 +153,6 @@ def test_texts_scores_and_order_are_those_of_generate(
     stack.assert_idle_within(2.0)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_texts_do_not_depend_on_the_draft(stack: LocalStack, family: str, shape: dict[str, Any]) -> None:
-    """Without an end token."""
-    done = stack.client.generate(params=replace(BEAMS, **shape), prompt_token_ids=PROMPTS[0])
-    check(done, expected(family, PROMPTS[0], BEAMS))
-
-
 @ONE
 def test_settings_matter(family: str) -> None:
     """The negative control: the comparison above fails for other settings than those that were asked for."""

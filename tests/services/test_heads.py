@@ -132,7 +132,7 @@ def test_an_interrupted_training_goes_on(text: Path, tmp_path: Path, monkeypatch
 def test_heads_of_a_text_propose_it(text: Path, tmp_path: Path) -> None:
     """Trained on a text that the embedded target finds easy, and with gradient steps, they draft it."""
     out = tmp_path / "heads"
-    config = TrainHeadsConfig(text=str(text), out=str(out), tokens=4096, num_features=64, num_threads=1)
+    config = TrainHeadsConfig(text=str(text), out=str(out), tokens=2048, num_features=32, num_threads=1)
     training.train(config, Bar())
     assert tokens_a_pass("medusa", heads=str(out)) > 1.5
 

@@ -117,12 +117,6 @@ def test_counts_are_of_nodes_and_depths(stack: LocalStack) -> None:
     assert 1.5 * LENGTH < done.num_draft_tokens / done.num_rounds <= NUM_CHAINS * LENGTH
 
 
-def test_one_chain_is_the_token_rule(pair: tuple[Path, Path]) -> None:
-    with local_stack(*pair, coordinator_options=options(1, num_outcomes="0")) as alone:
-        expected = generate(alone, replace(KSEQ, rule=Rule.REJECTION))
-        assert generate(alone, KSEQ).token_ids == expected.token_ids
-
-
 def test_greedy_decoding_is_as_ever(stack: LocalStack) -> None:
     greedy = replace(KSEQ, temperature=0)
     assert generate(stack, greedy).token_ids == generate(stack, replace(greedy, num_draft_tokens=0)).token_ids

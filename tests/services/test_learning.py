@@ -223,8 +223,6 @@ def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
     [
         (lambda: DraftConfig(model="emulated:step_ms=1", learn=True), "has no weights"),
         (lambda: DraftConfig(learn=True, tensor_parallel_size=2), "--tensor-parallel-size 2: does not go"),
-        (lambda: DraftConfig(learn=True, batch_invariant=True), "--batch-invariant True: does not go"),
-        (lambda: DraftConfig(learn=True, target_tokenizer="x/y"), "--target-tokenizer x/y: does not go"),
         (lambda: DraftConfig(learn=True, least_pass_ms=5.0), "--least-pass-ms 5.0: does not go"),
         (lambda: DraftConfig(learn_share=0.0), "--learn-share 0.0: must lie in"),
         (lambda: DraftConfig(learn_rate=0.0), "--learn-rate 0.0"),
@@ -239,7 +237,6 @@ def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
             ),
             "another vocabulary",
         ),
-        (lambda: UpConfig(draft_learn_share=2.0), "--draft-learn-share 2.0: must lie in"),
     ],
 )
 def test_what_does_not_combine(make: Any, problem: str) -> None:

@@ -30,7 +30,7 @@ from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, draft_pb2
 from tests.support.draft_streams import Received, draft_stream, opening, received
 from tests.support.fixtures import entered
-from tests.support.harness import LocalStack, LoopThread, handshake, local_stack, started_services
+from tests.support.harness import LocalStack, handshake, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.jobs import result_of, submitted
 from tests.support.model_streams import RawStream, raw_stream
@@ -38,6 +38,7 @@ from tests.support.pairs import save_good_draft, save_target
 
 PROMPT = [5, 9, 11, 2, 7]
 NUM_DRAFT_TOKENS = 4
+REJECTION = SamplingParams(seed=1, rule=Rule.REJECTION)
 PREPARATION = Preparation(num_outcomes=12, num_draft_tokens=NUM_DRAFT_TOKENS)
 SETTINGS = [
     pytest.param({"rule": Rule.REJECTION, "temperature": 0}, id="greedy"),
@@ -302,102 +303,71 @@ class TestBackgroundJobs:
         config = DraftConfig(model="emulated:step_ms=20", num_kv_tokens=160)
         running = boot.start(config, "draft", Recording(config))
         yield running
+        for sequence in [*running.engine._sequences]:
+            running.engine.close_sequence(sequence)
         running.engine.close()
         check_integrity(running.runner.pool)
         assert running.runner.pool.num_held_pages == 0
 
-    @pytest.fixture
-    def thread(self) -> Iterator[LoopThread]:
-        made = LoopThread()
-        yield made
-        made.close()
-
-    def test_a_request_is_not_kept_waiting(
-        self, service: boot.ModelService, thread: LoopThread, steps: list[tuple[int, list[Job]]]
+    async def test_a_request_is_not_kept_waiting(
+        self, service: boot.ModelService, steps: list[tuple[int, list[Job]]]
     ) -> None:
         engine = service.engine
-        ahead, asked = (engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3) for _ in range(2))
-
-        async def both() -> tuple[DraftJob, DraftJob]:
-            slow = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=8)
-            quick = DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=4)
-            waits = submitted(engine, slow, 8, background=True)
-            await result_of(engine, quick, 4)
-            assert not waits.done()
-            await waits
-            return slow, quick
-
-        slow, quick = thread.run(both())
+        ahead, asked = (engine.open(REJECTION, 3) for _ in range(2))
+        slow = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=8)
+        quick = DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=4)
+        waits = submitted(engine, slow, 8, background=True)
+        await result_of(engine, quick, 4)
+        assert not waits.done()
+        await waits
         assert len(slow.drafted) == 8
         waited = [jobs for began, jobs in steps if quick.arrived_ns < began < quick.finished_ns]
         without = [jobs for jobs in waited if quick not in jobs]
         assert len(waited) - len(without) == 4
         assert len(without) <= 1  # it was about to run
-        for sequence in (ahead, asked):
-            engine.close_sequence(sequence)
 
-    def test_hurried_it_is_like_any_other(self, service: boot.ModelService, thread: LoopThread) -> None:
+    async def test_hurried_it_is_like_any_other(self, service: boot.ModelService) -> None:
         engine = service.engine
-        ahead, asked = (engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3) for _ in range(2))
+        ahead, asked = (engine.open(REJECTION, 3) for _ in range(2))
+        job = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=2)
+        waits = submitted(engine, job, 2, background=True)
+        long = submitted(engine, DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=8), 8)
+        engine.promote(job)
+        await waits
+        assert not long.done()
+        await long
 
-        async def both() -> None:
-            job = DraftJob(ahead, 0, [1, 2, 3], num_draft_tokens=2)
-            waits = submitted(engine, job, 2, background=True)
-            long = submitted(engine, DraftJob(asked, 0, [1, 2, 3], num_draft_tokens=8), 8)
-            engine.promote(job)
+    async def test_the_next_request_on_its_sequence_cancels_it(self, service: boot.ModelService) -> None:
+        engine = service.engine
+        sequence = engine.open(REJECTION, 3)
+        job = DraftJob(sequence, 0, [1, 2, 3], num_draft_tokens=9)
+        waits = submitted(engine, job, 9, background=True)
+        proposal = await result_of(engine, DraftJob(sequence, 0, [4, 5], num_draft_tokens=2), 2)
+        assert proposal.base_len == 2
+        with pytest.raises(RequestCancelledError):
             await waits
-            assert not long.done()
-            await long
 
-        thread.run(both())
-        for sequence in (ahead, asked):
-            engine.close_sequence(sequence)
-
-    def test_the_next_request_on_its_sequence_cancels_it(
-        self, service: boot.ModelService, thread: LoopThread
-    ) -> None:
-        engine = service.engine
-        sequence = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
-
-        async def both() -> None:
-            job = DraftJob(sequence, 0, [1, 2, 3], num_draft_tokens=9)
-            waits = submitted(engine, job, 9, background=True)
-            proposal = await result_of(engine, DraftJob(sequence, 0, [4, 5], num_draft_tokens=2), 2)
-            assert proposal.base_len == 2
-            with pytest.raises(RequestCancelledError):
-                await waits
-
-        thread.run(both())
-        engine.close_sequence(sequence)
-
-    def test_it_takes_no_memory_that_others_hold(
-        self, service: boot.ModelService, thread: LoopThread
-    ) -> None:
+    async def test_it_takes_no_memory_that_others_hold(self, service: boot.ModelService) -> None:
         """Ten pages of 16 tokens: a stream that idles keeps its own."""
         engine = service.engine
-        idle = engine.open(SamplingParams(seed=1, rule=Rule.REJECTION), 3)
+        idle = engine.open(REJECTION, 3)
+        await result_of(engine, DraftJob(idle, 0, [7] * 140, num_draft_tokens=2), 2)
+        other = engine.open(REJECTION, 3)
+        job = DraftJob(other, 0, [9] * 40, num_draft_tokens=2)
+        with pytest.raises(ResourceExhaustedError):
+            await submitted(engine, job, 2, background=True)
+        engine.close_sequence(other)
+        fork = engine.open_fork(idle)
+        ahead = DraftJob(fork, 140, [3], num_draft_tokens=2, parent=idle)
+        await submitted(engine, ahead, 2, background=True)
+        assert engine.status().num_sequences == 1
+        assert engine.status().num_preemptions == 0
+        engine.replace_with_fork(idle, fork)
+        proposal = await result_of(engine, DraftJob(idle, 141, [4], num_draft_tokens=1), 1)
+        assert proposal.base_len == 142
 
-        async def both() -> None:
-            await result_of(engine, DraftJob(idle, 0, [7] * 140, num_draft_tokens=2), 2)
-            other = engine.open(SamplingParams(seed=2, rule=Rule.REJECTION), 3)
-            job = DraftJob(other, 0, [9] * 40, num_draft_tokens=2)
-            with pytest.raises(ResourceExhaustedError):
-                await submitted(engine, job, 2, background=True)
-            engine.close_sequence(other)
-            fork = engine.open_fork(idle)
-            ahead = DraftJob(fork, 140, [3], num_draft_tokens=2, parent=idle)
-            await submitted(engine, ahead, 2, background=True)
-            assert engine.status().num_sequences == 1
-            assert engine.status().num_preemptions == 0
-            engine.replace_with_fork(idle, fork)
-            proposal = await result_of(engine, DraftJob(idle, 141, [4], num_draft_tokens=1), 1)
-            assert proposal.base_len == 142
-
-        thread.run(both())
-        engine.close_sequence(idle)
-
-    def test_where_it_fails_while_it_is_waited_for_the_request_is_served_without(
-        self, service: boot.ModelService, thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+    async def test_where_it_fails_while_it_is_waited_for_the_request_is_served_without(
+        self, service: boot.ModelService, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Memory to work ahead in may have run out just before the engine hears of a waiting request."""
         engine, params = service.engine, SamplingParams(seed=1, rule=Rule.GUMBEL)
@@ -407,19 +377,13 @@ class TestBackgroundJobs:
             engine._inbox.put(lambda: engine._queues.cancel_background(stream, "no memory"))
 
         monkeypatch.setattr(engine, "promote", too_late)
-
-        async def follow_a_branch() -> tuple[Request, Proposal]:
-            alone = Alone(engine, stream)
-            await alone.ask(DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION))
-            alone.lookahead.work_ahead()
-            path = alone.lookahead._branches[0].path
-            answer = await alone.ask(DraftOrder(1, 2, 2 + len(path), [path[-1]], 4))
-            alone.lookahead.close()
-            fresh = DraftJob(other, 0, [1, 2, 3, *path], num_draft_tokens=4)
-            return answer, await result_of(engine, fresh, 4)
-
-        answer, expected = thread.run(follow_a_branch())
+        alone = Alone(engine, stream)
+        await alone.ask(DraftOrder(1, 1, 0, [1, 2, 3], 4, prepare=PREPARATION))
+        alone.lookahead.work_ahead()
+        path = alone.lookahead._branches[0].path
+        answer = await alone.ask(DraftOrder(1, 2, 2 + len(path), [path[-1]], 4))
+        alone.lookahead.close()
+        fresh = DraftJob(other, 0, [1, 2, 3, *path], num_draft_tokens=4)
+        expected = await result_of(engine, fresh, 4)
         assert not answer.was_prepared
         assert_same(answer.proposal, expected)
-        for sequence in (stream, other):
-            engine.close_sequence(sequence)

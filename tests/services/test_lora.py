@@ -19,7 +19,7 @@ from specwire.config.services import VerifyConfig
 from specwire.errors import ConfigError, InvalidRequestError, ModelLoadError
 from specwire.rpc.wire import client as client_wire
 from specwire.v1 import generation_pb2_grpc
-from tests.support import adapters, encoder_decoders
+from tests.support import adapters
 from tests.support.fronts import Fronted, front
 from tests.support.harness import LocalStack, handshake, local_stack, started_services
 from tests.support.integrity import check_integrity
@@ -303,12 +303,5 @@ class TestRefusedAtStart:
         path.write_text(json.dumps(config))
         with pytest.raises(
             ModelLoadError, match="has quantised weights, which are not served with --lora-modules"
-        ):
-            self.start(target, **served.options)
-
-    def test_an_encoder_decoder(self, served: Served, tmp_path: Path) -> None:
-        target = encoder_decoders.save(tmp_path / "t5", "t5")
-        with pytest.raises(
-            ModelLoadError, match="is an encoder-decoder, which is not served with --lora-modules"
         ):
             self.start(target, **served.options)
