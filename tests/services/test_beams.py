@@ -153,24 +153,6 @@ def test_texts_scores_and_order_are_those_of_generate(
     stack.assert_idle_within(2.0)
 
 
-@ONE
-def test_settings_matter(family: str) -> None:
-    """The negative control: the comparison above fails for other settings than those that were asked for."""
-    ends = ends_of(family, 1)
-    base = replace(BEAMS, stop_token_ids=ends)
-    changes: dict[str, dict[str, Any]] = {
-        "base": {},
-        "beams": {"num_beams": 8},
-        "penalty": {"length_penalty": 2.0},
-        "ends": {"stop_token_ids": ()},
-    }
-    found = {
-        name: expected(family, PROMPTS[0], replace(base, **changed)) for name, changed in changes.items()
-    }
-    for name in ("beams", "penalty", "ends"):
-        assert found[name] != found["base"], name
-
-
 def test_drafts_save_passes(stack: LocalStack, family: str) -> None:
     """Steps that a draft covers take no pass of their own; without one, a pass is a step."""
     prompt, counts = PROMPTS[0], {}

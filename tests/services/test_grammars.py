@@ -1,5 +1,7 @@
 """Requests with a grammar through real services: what is refused, and what goes on in mid-text.
 
+A sampled proposal is waited for as long as its masks may take, which its tokens decide.
+
 `tests/exactness/test_structured.py` has the distributions.
 """
 
@@ -12,7 +14,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,12 @@ import numpy as np
 import pytest
 import torch
 
+import coordinator.servicer
+from coordinator.generation import Plan
+from coordinator.length.planners import AdaptiveLength
+from coordinator.peers import drafter
+from coordinator.peers.draft_sequence import DraftSequence
+from coordinator.peers.replicas import Replica
 from specwire import (
     AsyncClient,
     FinishReason,
@@ -30,14 +39,17 @@ from specwire import (
     SamplingParams,
     UnsupportedError,
 )
+from specwire.config.link import Link
+from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.rpc.wire.model import sampling_to_proto
 from specwire.rpc.wire.verify import VerifyOrder
 from specwire.v1 import verify_pb2
 from tests.support.harness import LocalStack, local_stack
-from tests.support.languages import REGEX, TEXTS, allowed, save_speaker
+from tests.support.languages import REGEX, TEXTS, allowed, save_speaker, save_speakers
 from tests.support.markov_distribution import PROMPT
 from tests.support.model_streams import SequenceFailedError, opening, raw_stream, verify
 from tests.support.pairs import markov_logits, markov_model
+from tests.support.processes import wait_until
 
 GRAMMAR = Grammar(regex=REGEX)
 GREEDY = SamplingParams(temperature=0, rule=Rule.REJECTION, seed=1, grammar=GRAMMAR)
@@ -48,12 +60,8 @@ MANY_OPTIONAL = {"type": "object", "properties": {f"key {i}": {"type": "string"}
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    directory = tmp_path_factory.mktemp("speakers")
-    target = save_speaker(markov_model(), directory / "target")
-    draft = save_speaker(markov_model(0.7, 3), directory / "draft")
-    with local_stack(target, draft) as running:
-        yield running
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_speakers(tmp_path_factory.mktemp("speakers"), 0.7, 3)
 
 
 def asked(output: Sequence[int]) -> verify_pb2.VerifyRequest:
@@ -62,6 +70,7 @@ def asked(output: Sequence[int]) -> verify_pb2.VerifyRequest:
     return verify(VerifyOrder(1, 1, 0, [*PROMPT, *output]), opened=[opened])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_enough", [True, False])
 def test_grammars_are_compiled_without_torch_where_that_works(is_enough: bool) -> None:
     """It is what a first grammar would wait for; a version of xgrammar that needs more of it gets it."""
@@ -202,3 +211,77 @@ def test_a_draft_with_another_vocabulary_is_masked_too(tmp_path: Path) -> None:
             done = running.client.generate(params=params, prompt_token_ids=PROMPT)
             assert re.fullmatch(REGEX, done.text)
             assert done.speculation.num_draft_tokens > 0
+
+
+# --- proposals that wait for their masks ---------------------------------------------------------------
+
+
+class Impatient(AdaptiveLength):
+    """Would wait for nothing."""
+
+    def plan(self) -> Plan:
+        return Plan(2, patience_s=0.0)
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called: masks take 100 ms from now on."""
+    fill = GrammarMatcher.fill
+
+    def slowly(self: GrammarMatcher, *arguments: Any) -> Any:
+        time.sleep(0.1)
+        return fill(self, *arguments)
+
+    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Impatient)
+    return lambda: monkeypatch.setattr(GrammarMatcher, "fill", slowly)
+
+
+OPTIONS = {"num_draft_tokens": "auto", "num_outcomes": "0", "draft_timeout_ms": 10.0}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
+def test_slow_masks_make_no_proposal_late(
+    pair: tuple[Path, Path], slow_masks: Callable[[], None], rule: Rule
+) -> None:
+    """Neither for the plan nor for the time-out; where tokens are matched both may end the wait."""
+    params = SamplingParams(rule=rule, seed=1, max_tokens=8, grammar=Grammar(regex=REGEX))
+    with local_stack(*pair, coordinator_options=OPTIONS) as stack:
+        generate = partial(stack.client.generate, params=params, prompt_token_ids=[3])
+        generate()  # the draft is proven, the grammar compiled
+        slow_masks()
+        done = generate().speculation
+    num_drafted = sum(source.num_drafts for source in done.by_source)
+    num_possible = done.num_rounds - 1  # of the last token there may be no draft
+    assert (num_drafted >= num_possible) is not params.matches_tokens, done
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.GUMBEL])
+def test_no_late_proposal_is_kept(
+    pair: tuple[Path, Path], slow_masks: Callable[[], None], monkeypatch: pytest.MonkeyPatch, rule: Rule
+) -> None:
+    """Neither past the longest wait, nor from a draft that has not answered since it was lost."""
+    num_late, received = [0, 0], DraftSequence.received
+
+    def noted(self: DraftSequence, answer: Any, num_bytes: int) -> None:
+        num_late[bool(answer.proposal.token_ids)] += self.error is None and self.late_s > 0
+        received(self, answer, num_bytes)
+
+    monkeypatch.setattr(DraftSequence, "received", noted)
+    params = SamplingParams(rule=rule, seed=1, max_tokens=8, grammar=Grammar(regex=REGEX))
+    options = OPTIONS | {"draft_timeout_ms": 60.0}
+    with local_stack(*pair, coordinator_options=options, draft_link=Link()) as stack:
+        generate = partial(stack.client.generate, params=params, prompt_token_ids=[3])
+        generate()
+        slow_masks()
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter, "LONGEST_MASK_S", 0.01)
+            patch.setattr(Replica, "longest_s", lambda *_: 0.0)
+            reason = generate().speculation.draft_unavailable
+        assert params.matches_tokens or "no proposal within" in reason
+        assert stack.draft_proxy is not None
+        stack.draft_proxy.cut()
+        num_late[0] = 0
+        wait_until(lambda: bool(generate() and sum(num_late)), 30.0)
+    assert (num_late[1] > 0) is params.matches_tokens

@@ -98,9 +98,12 @@ def test_nothing_is_prepared(stack: LocalStack) -> None:
     """Neither by the draft service, whoever asks, nor does the target go on by itself."""
     response = ask_for_chains(stack, 1, prepare=Preparation(8, 4))
     assert len(response.sequence_ids) == 1
-    done = generate(stack, KSEQ)
-    assert done.speculation.num_prepared == 0
-    assert done.speculation.num_accepted_tokens > 0
+    done = generate(stack, KSEQ).speculation
+    assert done.num_prepared == 0
+    assert done.num_accepted_tokens > 0
+    # Counts are of nodes and depths.
+    assert len(done.drafted_per_position) == LENGTH
+    assert 1.5 * LENGTH < done.num_draft_tokens / done.num_rounds <= NUM_CHAINS * LENGTH
 
 
 def test_the_rule_of_requests_that_name_none(stack: LocalStack) -> None:
@@ -109,12 +112,6 @@ def test_the_rule_of_requests_that_name_none(stack: LocalStack) -> None:
     assert generate(stack, replace(free, seed=3)).rule is Rule.GUMBEL
     assert generate(stack, replace(free, draft="ngram")).rule is not Rule.KSEQ
     assert generate(stack, replace(free, rule=Rule.REJECTION)).rule is Rule.REJECTION
-
-
-def test_counts_are_of_nodes_and_depths(stack: LocalStack) -> None:
-    done = generate(stack, KSEQ).speculation
-    assert len(done.drafted_per_position) == LENGTH
-    assert 1.5 * LENGTH < done.num_draft_tokens / done.num_rounds <= NUM_CHAINS * LENGTH
 
 
 def test_greedy_decoding_is_as_ever(stack: LocalStack) -> None:

@@ -107,16 +107,6 @@ def test_a_seeded_text_does_not_depend_on_the_company(served: Served, stack: Loc
         assert [done.token_ids for done in done_together] == [*alone.values(), *alone.values()]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("rule", [Rule.BLOCK, Rule.REJECTION])
-def test_under_rules_that_judge_by_probabilities(stack: LocalStack, rule: Rule) -> None:
-    """Written at a temperature near 0 it is the greedy text: the target's distribution is the adapter's."""
-    params = replace(SAMPLED, rule=rule, temperature=1e-3, num_draft_tokens=4)
-    greedy = together(stack.address, each_with(GREEDY, ["all", ""]))
-    done = together(stack.address, each_with(params, ["all", ""]))
-    assert [each.token_ids for each in done] == [each.token_ids for each in greedy]
-
-
 def test_prefixes_are_shared_within_an_adapter_alone(served: Served, stack: LocalStack) -> None:
     prompt = [i % 29 + 3 for i in range(100)]
     found = []
@@ -280,28 +270,18 @@ def test_their_weights_count_before_the_start(tmp_path: Path, monkeypatch: pytes
         plan.check(VerifyConfig(**options, lora_modules=f"mine={adapter}"))
 
 
-class TestRefusedAtStart:
-    """What does not combine, by the flag's name."""
-
-    def start(self, target: Path, **options: Any) -> None:
-        with local_stack(target, verify_options=options):
+def test_what_is_refused_at_the_start(served: Served, tmp_path: Path) -> None:
+    """Without the tensors of an adapter, and for quantised weights."""
+    directory = adapters.save_adapter(tmp_path / "mine", served.family)
+    (directory / "adapter_model.safetensors").unlink()
+    target = save_target(tmp_path / "target", served.family)
+    path = target / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    path.write_text(json.dumps(config))
+    for model, options, problem in (
+        (served.target, {"lora_modules": f"mine={directory}"}, f"{directory}: no adapter_model.safetensors"),
+        (target, served.options, "has quantised weights, which are not served with --lora-modules"),
+    ):
+        with pytest.raises(ModelLoadError, match=problem), local_stack(model, verify_options=options):
             pass
-
-    def test_a_file_that_is_not_there(self, served: Served, tmp_path: Path) -> None:
-        directory = adapters.save_adapter(tmp_path / "mine", served.family)
-        (directory / "adapter_model.safetensors").unlink()
-        with pytest.raises(
-            ModelLoadError, match=f"--lora-modules mine={directory}: no adapter_model.safetensors"
-        ):
-            self.start(served.target, lora_modules=f"mine={directory}")
-
-    def test_quantised_weights(self, served: Served, tmp_path: Path) -> None:
-        target = save_target(tmp_path / "target", served.family)
-        path = target / "config.json"
-        config = json.loads(path.read_text())
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-        path.write_text(json.dumps(config))
-        with pytest.raises(
-            ModelLoadError, match="has quantised weights, which are not served with --lora-modules"
-        ):
-            self.start(target, **served.options)

@@ -1,4 +1,7 @@
-"""A paced model: the same text, in passes that take at least as long as was set."""
+"""A paced model: the same text, in passes that take at least as long as was set.
+
+An emulated one: its acceptance; `test_bench_serve` has its times.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from specwire import Rule, SamplingParams
+from specwire import ModelLoadError, Rule, SamplingParams
 from specwire.config.services import VerifyConfig
 from specwire.config.stack import StackConfig
 from specwire.engine import paced
+from specwire.engine.emulated import EmulatedModel
 from specwire.errors import ConfigError
 from tests.support.harness import local_stack
 from tests.support.pairs import save_good_draft, save_target
+from tests.support.statistics import FALSE_ALARM_RATE
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=12, seed=3, rule=Rule.GUMBEL, ignore_eos=True)
@@ -82,3 +89,26 @@ def test_what_is_left_is_slept_and_nothing_where_the_pass_was_slow(monkeypatch: 
 def test_a_time_that_cannot_be(kind: Any, least_pass_ms: float) -> None:
     with pytest.raises(ConfigError, match=f"--least-pass-ms {least_pass_ms}: must be a finite number"):
         kind(least_pass_ms=least_pass_ms)
+
+
+# --- emulated devices ----------------------------------------------------------------------------------
+
+
+def test_the_draft_agrees_with_probability_alpha_and_else_never() -> None:
+    target, draft = EmulatedModel(), EmulatedModel(alpha=0.8)
+    positions, before = np.arange(20_000), np.random.default_rng(0).integers(0, 32, 20_000)
+    agrees = draft.agrees(positions, before)
+    assert stats.binomtest(int(agrees.sum()), len(agrees), 0.8).pvalue > FALSE_ALARM_RATE
+    target_probs, draft_probs = (np.exp(model.log_probs(positions, before)) for model in (target, draft))
+    np.testing.assert_allclose(target_probs.sum(axis=1), 1, atol=1e-6)
+    overlap = np.minimum(target_probs, draft_probs).sum(axis=1)
+    np.testing.assert_allclose(overlap[agrees], 1, atol=1e-6)
+    np.testing.assert_array_equal(overlap[~agrees], 0)
+
+
+@pytest.mark.parametrize(
+    "source", ["emulated:speed=3", "emulated:alpha=2", "emulated:vocab_size=7", "emulated:alpha"]
+)
+def test_what_it_does_not_know_is_refused(source: str) -> None:
+    with pytest.raises(ModelLoadError, match="emulated:"):
+        EmulatedModel.parse(source)

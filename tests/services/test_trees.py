@@ -70,12 +70,10 @@ def test_where_tokens_are_not_matched_the_sdk_refuses(rule: Rule) -> None:
     assert SamplingParams(rule=rule, max_depth=4, temperature=0).matches_tokens
 
 
-def test_where_the_servers_own_rule_does_not_match_tokens_it_refuses(emulated: LocalStack) -> None:
+def test_the_server_refuses_too(emulated: LocalStack) -> None:
+    """Where its own rule does not match tokens, and a client past the SDK."""
     with refused(InvalidRequestError, "max_depth", "4", "gumbel"):
         emulated.client.generate(params=SamplingParams(max_depth=4), prompt_token_ids=PROMPT)
-
-
-def test_a_client_past_the_sdk_is_refused(emulated: LocalStack) -> None:
     message = generation_pb2.GenerateRequest(token_ids={"ids": PROMPT}, sampling=REJECTION, max_depth=4)
     with grpc.insecure_channel(emulated.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -84,24 +82,22 @@ def test_a_client_past_the_sdk_is_refused(emulated: LocalStack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "name"),
+    ("role", "make", "order", "name"),
     [
-        ({"max_depth": 2}, "max_depth"),
-        ({"prepare": Preparation(1, 4, 2)}, "prepare.max_depth"),
+        ("draft", draft, DraftOrder(1, 1, 0, [3], 4, max_depth=2), "max_depth"),
+        ("draft", draft, DraftOrder(1, 1, 0, [3], 4, prepare=Preparation(1, 4, 2)), "prepare.max_depth"),
+        (
+            "verify",
+            verify,
+            VerifyOrder(1, 1, 0, [3], Proposal(1, [1, 2], parents=[-1, -1])),
+            "parent_indices",
+        ),
     ],
-    ids=["now", "prepared"],
+    ids=["now", "prepared", "verify"],
 )
-def test_a_draft_refuses_a_tree_under_rejection(
-    emulated: LocalStack, fields: dict[str, Any], name: str
-) -> None:
-    request = draft(DraftOrder(1, 1, 0, [3], 4, **fields), opened=[opening()])
-    with raw_stream(emulated, "draft") as stream, refused(UnsupportedError, name, "rejection"):
-        raise error_of(stream, request)
-
-
-def test_verify_refuses_a_tree_under_rejection(emulated: LocalStack) -> None:
-    request = verify(VerifyOrder(1, 1, 0, [3], Proposal(1, [1, 2], parents=[-1, -1])), opened=[opening()])
-    with raw_stream(emulated, "verify") as stream, refused(UnsupportedError, "parent_indices", "rejection"):
+def test_a_tree_under_rejection(emulated: LocalStack, role: str, make: Any, order: Any, name: str) -> None:
+    request = make(order, opened=[opening()])
+    with raw_stream(emulated, role) as stream, refused(UnsupportedError, name, "rejection"):
         raise error_of(stream, request)
 
 
