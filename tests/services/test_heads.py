@@ -130,6 +130,7 @@ def test_an_interrupted_training_goes_on(text: Path, tmp_path: Path, monkeypatch
     assert [path.name for path in sorted((tmp_path / "parts").iterdir())] == [files.CONFIG, files.WEIGHTS]
 
 
+@pytest.mark.slow  # the training above runs the same steps
 def test_heads_of_a_text_propose_it(text: Path, tmp_path: Path) -> None:
     """Trained on a text that the embedded target finds easy, and with gradient steps, they draft it."""
     out = tmp_path / "heads"

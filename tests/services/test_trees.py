@@ -82,21 +82,16 @@ def test_the_server_refuses_too(emulated: LocalStack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "make", "order", "name"),
+    ("role", "order", "name"),
     [
-        ("draft", draft, DraftOrder(1, 1, 0, [3], 4, max_depth=2), "max_depth"),
-        ("draft", draft, DraftOrder(1, 1, 0, [3], 4, prepare=Preparation(1, 4, 2)), "prepare.max_depth"),
-        (
-            "verify",
-            verify,
-            VerifyOrder(1, 1, 0, [3], Proposal(1, [1, 2], parents=[-1, -1])),
-            "parent_indices",
-        ),
+        ("draft", DraftOrder(1, 1, 0, [3], 4, max_depth=2), "max_depth"),
+        ("draft", DraftOrder(1, 1, 0, [3], 4, prepare=Preparation(1, 4, 2)), "prepare.max_depth"),
+        ("verify", VerifyOrder(1, 1, 0, [3], Proposal(1, [1, 2], parents=[-1, -1])), "parent_indices"),
     ],
     ids=["now", "prepared", "verify"],
 )
-def test_a_tree_under_rejection(emulated: LocalStack, role: str, make: Any, order: Any, name: str) -> None:
-    request = make(order, opened=[opening()])
+def test_a_tree_under_rejection(emulated: LocalStack, role: str, order: Any, name: str) -> None:
+    request = {"draft": draft, "verify": verify}[role](order, opened=[opening()])
     with raw_stream(emulated, role) as stream, refused(UnsupportedError, name, "rejection"):
         raise error_of(stream, request)
 
