@@ -107,6 +107,16 @@ def test_a_seeded_text_does_not_depend_on_the_company(served: Served, stack: Loc
         assert [done.token_ids for done in done_together] == [*alone.values(), *alone.values()]
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("rule", [Rule.BLOCK, Rule.REJECTION])
+def test_under_rules_that_judge_by_probabilities(stack: LocalStack, rule: Rule) -> None:
+    """Written at a temperature near 0 it is the greedy text: the target's distribution is the adapter's."""
+    params = replace(SAMPLED, rule=rule, temperature=1e-3, num_draft_tokens=4)
+    greedy = together(stack.address, each_with(GREEDY, ["all", ""]))
+    done = together(stack.address, each_with(params, ["all", ""]))
+    assert [each.token_ids for each in done] == [each.token_ids for each in greedy]
+
+
 def test_prefixes_are_shared_within_an_adapter_alone(served: Served, stack: LocalStack) -> None:
     prompt = [i % 29 + 3 for i in range(100)]
     found = []

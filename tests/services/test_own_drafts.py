@@ -156,6 +156,15 @@ def test_a_lost_target_changes_no_text(served: Served, stack: LocalStack, temper
 
 
 @pytest.mark.sample(3)
+def test_a_client_that_stops_reading(served: Served, stack: LocalStack) -> None:
+    """Nothing is held for it any more, though its rounds were begun by the target."""
+    params = replace(GREEDY, max_tokens=400, draft=served.source, num_draft_tokens=3)
+    with stack.client.stream(None, params, prompt_token_ids=PROMPT) as running:
+        next(iter(running))
+    stack.assert_idle_within(5.0)
+
+
+@pytest.mark.sample(3)
 def test_a_cache_that_is_too_small(served: Served) -> None:
     """Sequences lose their pages to one another, and drafts find no room: the text stays."""
     options = served.options | {"num_kv_tokens": 64}
