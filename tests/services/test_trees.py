@@ -91,7 +91,8 @@ def test_the_server_refuses_too(emulated: LocalStack) -> None:
     ids=["now", "prepared", "verify"],
 )
 def test_a_tree_under_rejection(emulated: LocalStack, role: str, order: Any, name: str) -> None:
-    request = {"draft": draft, "verify": verify}[role](order, opened=[opening()])
+    make: Any = {"draft": draft, "verify": verify}[role]
+    request = make(order, opened=[opening()])
     with raw_stream(emulated, role) as stream, refused(UnsupportedError, name, "rejection"):
         raise error_of(stream, request)
 
