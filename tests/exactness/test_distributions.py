@@ -45,10 +45,10 @@ NUM_POSITIONS = 3
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(20)) * 1.1
 HOSTILE = -TARGET
 
-NUMS_FOR_A_RULE = [10_000, pytest.param(70_000, marks=pytest.mark.slow)]
-"""Generations per rule: 30,000 draws, and 210,000."""
-NUM_FOR_A_PARAMETER = 3_000
-"""Generations per sampling parameter, and per negative control."""
+NUMS_FOR_A_RULE = [6_000, pytest.param(70_000, marks=pytest.mark.slow)]
+"""Generations per rule: 18,000 draws, and 210,000."""
+NUM_FOR_A_PARAMETER = 2_000
+"""Generations per sampling parameter, and per negative control: the p-values of these are below 1e-18."""
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -255,6 +255,7 @@ def test_gumbel_coupling_follows_the_target(num: int) -> None:
     assert 0.01 < pair.num_accepted / pair.num_drafted < 0.35, "the draft should be hostile"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_rejection_sampling_with_a_friendly_draft(noise: float, rule: Rule) -> None:
@@ -317,12 +318,6 @@ def test_under_gumbel_coupling_the_draft_never_changes_the_text() -> None:
     log_probs = Pair.log_probs(TARGET, params, contexts, list(range(300)), [len(PROMPT)] * 300)
     noise = gumbel_noise(range(300), [len(PROMPT)] * 300, VOCAB, device="cpu")
     assert (texts[0][:, 0] == (log_probs.double() + noise).argmax(dim=-1).numpy()).all()
-
-
-def test_the_same_seed_gives_the_same_text() -> None:
-    params = SamplingParams()
-    again = Pair(params).generate(50, first_seed=20)
-    assert (Pair(params).generate(100)[20:70] == again).all()
 
 
 class GreedyAssistant(Pair):
@@ -415,11 +410,6 @@ def test_negative_controls_are_caught(fault: type[Pair]) -> None:
     assert min(sequence_p_values(sequences, reference_distribution(params))) < CLEARLY_WRONG
 
 
-def test_the_right_pair_passes_where_the_controls_fail() -> None:
-    params = SamplingParams(temperature=0.8)
-    assert_same_distribution(Pair(params).generate(NUM_FOR_A_PARAMETER), reference_distribution(params))
-
-
 # --- block verification -----------------------------------------------------------------------------------
 
 
@@ -431,12 +421,12 @@ class Toy(NamedTuple):
     num_draft_tokens: int
 
     def p_values(self, pair: type[Pair], rule: Rule = Rule.BLOCK) -> list[float]:
-        """Of 3,000 generations by this pair."""
+        """Of 3,000 generations by this pair: with 2,000 the weakest control is caught by a hair."""
         others = {token_id: -100.0 for token_id in range(VOCAB) if token_id not in self.tokens}
         params = SamplingParams(rule=rule, logit_bias=others)
         draft = torch.zeros(VOCAB, VOCAB)
         draft[:, self.tokens[0]] = self.log_odds
-        made = pair(params, draft, num_draft_tokens=self.num_draft_tokens).generate(NUM_FOR_A_PARAMETER)
+        made = pair(params, draft, num_draft_tokens=self.num_draft_tokens).generate(3_000)
         return sequence_p_values(made, reference_distribution(params))
 
 

@@ -155,7 +155,7 @@ def other_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded draft with a tokenizer of its own, not trained."""
     documents, _ = corpus.split(corpus.read_library())
     names = "<s>", "</s>"
-    backend = byte_level_backend((each.text for each in documents[::12]), 1200, names)
+    backend = byte_level_backend((each.text for each in documents[::40]), 1200, names)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=names[0], eos_token=names[1], clean_up_tokenization_spaces=False
     )
