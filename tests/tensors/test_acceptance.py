@@ -87,42 +87,6 @@ def test_emitted_distribution_is_the_target(mass: float, max_support: int) -> No
         assert weights.sum() + tail_weight == pytest.approx(1 - kept.sum(), abs=1e-6)
 
 
-def test_emitted_distribution_is_the_target_for_equal_distributions() -> None:
-    probs = random_probs(np.random.default_rng(4), 30)
-    kept, recovered = kept_and_recovered(*judged(probs, probs, 0.99, 1024))
-    np.testing.assert_allclose(kept + recovered, probs, atol=1e-6)
-    assert kept.sum() > 1 - 1e-6
-
-
-@pytest.mark.parametrize(("num_draft_tokens", "max_support"), [(1, 64), (2, 64), (2, 2), (3, 3)])
-def test_joint_distribution_over_rounds_is_the_target(num_draft_tokens: int, max_support: int) -> None:
-    """Every way to emit three tokens over any number of rounds, summed, for random Markov models."""
-    rng = np.random.default_rng(5)
-    vocab_size, num_positions = 6, 3
-    target = np.stack([random_probs(rng, vocab_size) for _ in range(vocab_size)])
-    draft = np.stack([random_probs(rng, vocab_size) for _ in range(vocab_size)])
-    step = [kept_and_recovered(*judged(d, t, 0.9, max_support)) for d, t in zip(draft, target, strict=True)]
-
-    def emitted(sequence: tuple[int, ...], last: int, index: int) -> float:
-        """Probability of emitting the rest, `index` tokens into a round."""
-        if not sequence:
-            return 1.0
-        token, rest = sequence[0], sequence[1:]
-        if index == num_draft_tokens:
-            return float(target[last, token]) * emitted(rest, token, 0)
-        kept, recovered = step[last]
-        return kept[token] * emitted(rest, token, index + 1) + recovered[token] * emitted(rest, token, 0)
-
-    total = 0.0
-    for sequence in itertools.product(range(vocab_size), repeat=num_positions):
-        contexts = (0, *sequence[:-1])
-        expected = np.prod([target[a, b] for a, b in zip(contexts, sequence, strict=True)], dtype=np.float64)
-        probability = emitted(sequence, 0, 0)
-        assert probability == pytest.approx(expected, abs=1e-6)
-        total += probability
-    assert total == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize(("num_draft_tokens", "max_support"), [(1, 5), (3, 5), (3, 2), (4, 1)])
 def test_block_verification_emits_the_targets_joint_distribution(
     num_draft_tokens: int, max_support: int

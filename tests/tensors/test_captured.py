@@ -86,10 +86,11 @@ def test_the_functions_that_are_captured_are_pure_in_their_rows(num_rows: int) -
 
 
 def test_compiled_layers_compute_the_same_and_can_be_undone() -> None:
-    runner = ModelRunner(build("llama"), num_pages=32, page_size=16, compiles=True)
+    model = build("llama", num_hidden_layers=1)
+    runner = ModelRunner(model, num_pages=32, page_size=16, compiles=True)
     with torch.inference_mode():
         expected = runner._trial()
-        assert join_projections([*runner._layers]) == 2
+        assert join_projections([*runner._layers]) == 1
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         layers = CompiledLayers(runner.model, [*runner._layers], backend="eager")
         assert relative_error(runner._trial(), expected) < 1e-5

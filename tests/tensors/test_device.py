@@ -16,7 +16,6 @@ from transformers.quantizers import AutoHfQuantizer
 
 from specwire.config.extras import QUANTISERS
 from specwire.config.services import VerifyConfig
-from specwire.engine import boot
 from specwire.engine.batch import Feed
 from specwire.engine.model import loading
 from specwire.engine.model.loading import load_model
@@ -27,7 +26,6 @@ from specwire.errors import ConfigError, ModelLoadError
 from specwire.rule.captured import EagerReplay
 from tests.support.quantised import save_compressed, save_fp8, set_quantisation
 from tests.support.tiny_models import build, save
-from verify_service.verifier import VerifyDecider
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "bitsandbytes": {"load_in_4bit": True},
@@ -46,12 +44,6 @@ def test_a_device_that_is_not_there_is_named() -> None:
     ]:
         with pytest.raises(ConfigError, match=rf"^--device {name}: .*{problem}"):
             select_device(name)
-
-
-def test_a_service_refuses_a_device_before_it_loads_anything() -> None:
-    config = VerifyConfig(device="cuda:97")
-    with pytest.raises(ConfigError, match="--device cuda:97"):
-        boot.start(config, "verify", VerifyDecider())
 
 
 def test_pages_suit_the_device_unless_their_size_is_given() -> None:

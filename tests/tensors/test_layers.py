@@ -46,6 +46,7 @@ def _reference(family: str, skipped: tuple[Block, ...]) -> Tensor:
     return model(input_ids=torch.from_numpy(TOKENS)[None], use_cache=False).logits[0]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("skip", ["a0", "m1", "a0,a1,m0"])
 def test_a_block_that_is_left_out_adds_nothing(family: str, skip: str) -> None:

@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -68,18 +67,6 @@ _assert_close = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERAN
 def _assert_idle(runner: ModelRunner) -> None:
     check_integrity(runner.pool)
     assert runner.pool.num_held_pages == 0
-
-
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_random_chunks(family: str) -> None:
-    runner, tokens, rng = _runner(family), _tokens(NUM_TOKENS), random.Random(1)
-    rows = []
-    with runner.new_sequence() as cache:
-        while cache.length < NUM_TOKENS:
-            chunk = tokens[cache.length : cache.length + rng.choice([1, 1, 2, 5, 9])]
-            rows.append(runner.forward([Feed(cache, chunk, len(chunk))]))
-    _assert_close(torch.cat(rows), _reference(family, tokens))
-    _assert_idle(runner)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -158,7 +145,7 @@ class _History:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("family", [*ALL_FAMILIES, "lfm2", "qwen3_next", "mamba2", "falcon_h1"])
 def test_after_any_history_logits_equal_those_from_scratch(family: str) -> None:
-    _History(family, seed=3).run(num_operations=220)
+    _History(family, seed=3).run(num_operations=150)
 
 
 def _scattered(runner: ModelRunner, token_ids: list[int]) -> SequenceCache:
@@ -173,35 +160,6 @@ def _scattered(runner: ModelRunner, token_ids: list[int]) -> SequenceCache:
     runner.forward([Feed(cache, token_ids, 0)])
     assert len(runs_in(cache)) == len(cache.pages)
     return cache
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
-def test_scattered_pages(family: str) -> None:
-    runner, tokens = _runner(family, num_pages=32), _tokens(34)
-    cache = _scattered(runner, tokens[:24])
-    chunks = [tokens[start:end] for start, end in pairwise((24, 29, 30, 34))]
-    rows = [runner.forward([Feed(cache, chunk, len(chunk))]) for chunk in chunks]
-    _assert_close(torch.cat(rows), _reference(family, tokens)[24:])
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
-def test_sequences_that_share_pages_beside_others(family: str) -> None:
-    """Forks of a sequence that went on apart, at different lengths, and a stranger, in one row."""
-    runner, shared, spare = _runner(family, num_pages=64), _tokens(24), iter(_tokens(200)[24:])
-    first = runner.new_sequence()
-    runner.forward([Feed(first, shared, 0)])
-    caches = [first, *(first.fork() for _ in range(3)), runner.new_sequence()]
-    texts = [list(shared), list(shared), list(shared), list(shared), []]
-    for sizes in ([3, 1, 5, 9, 12], [1, 1, 1, 1, 1], [6, 2, 1, 7, 3]):
-        feeds = []
-        for cache, text, size in zip(caches, texts, sizes, strict=True):
-            new = [next(spare) for _ in range(size)]
-            text.extend(new)
-            feeds.append(Feed(cache, new, size))
-        rows = runner.forward(feeds).split(sizes)
-        for text, size, logits in zip(texts, sizes, rows, strict=True):
-            _assert_close(logits, _reference(family, text)[-size:])
-    assert any(len(runs_in(cache)) > 1 for cache in caches)
 
 
 def test_long_queries_over_scattered_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,13 +194,6 @@ def test_no_copy_of_the_cache(num_tokens: int) -> None:
             allocated.append(_allocated_bytes(runner, cache, num_tokens))
     grown = allocated[1] - allocated[0]
     assert grown < 0.1 * 440 * runner.kv_bytes_per_token
-
-
-def test_views_share_the_cache_memory() -> None:
-    layer = next(iter(_runner("llama")._layers.values()))
-    for pages, by_head in ((layer.keys, layer.keys_by_head), (layer.values, layer.values_by_head)):
-        view = by_head.narrow(2, 8, 4)
-        assert view.data_ptr() == pages[8:12].data_ptr()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -323,15 +274,12 @@ def test_unknown_attention_keywords_are_refused() -> None:
         attention.paged_attention(torch.nn.Identity(), query, query, query, None)
 
 
-def test_rotary_scaling_that_depends_on_the_batch_limits_the_context() -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    assert context_length(build("llama", rope_parameters=rope).config) == 64
-    assert context_length(model_of("gpt2").config) == 512
-
-
 def test_the_context_is_the_same_by_the_file_of_the_config() -> None:
+    """Which rotary scaling that depends on the batch limits."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}
-    for model in (build("llama", rope_parameters=dynamic), *map(model_of, ALL_FAMILIES)):
+    limited = build("llama", rope_parameters=dynamic)
+    assert context_length(limited.config) == 64
+    for model in (limited, *map(model_of, ALL_FAMILIES)):
         config = text_config(json.loads(model.config.to_json_string()))
         assert context_len(config.get) == context_length(model.config)
     scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

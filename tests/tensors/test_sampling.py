@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.generation import logits_process as hf
 
 from specwire.core import Proposal, Rule, SamplingParams
 from specwire.engine.cache.kv_cache import PagePool
@@ -80,7 +79,7 @@ def assert_same_log_probs(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_warps_equal_transformers_row_by_row_in_a_mixed_batch(seed: int) -> None:
     rows = [row(**params) for params in WARPS]
     logits = random_logits(len(rows), seed=seed)
@@ -146,20 +145,6 @@ def test_half_precision_and_excluded_tokens_pass_through() -> None:
     assert log_probs.dtype == torch.float32
     assert torch.isneginf(log_probs[:, 5]).all()
     assert not log_probs.isnan().any()
-
-
-def test_history_features_equal_transformers() -> None:
-    history = [3, 7, 7, 1, 150, 3]
-    logits = random_logits(1)
-    repeated = apply_history(logits, [row(history, 2, repetition_penalty=1.4)])
-    by_transformers = hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([history]), logits)
-    torch.testing.assert_close(repeated, by_transformers)
-    bias = {3: 2.5, 199: -100.0, 0: 1.0}
-    biased = apply_history(logits, [row(logit_bias=bias)])
-    by_transformers = hf.SequenceBiasLogitsProcessor({(k,): v for k, v in bias.items()})(
-        torch.tensor([history]), logits
-    )
-    torch.testing.assert_close(biased, by_transformers)
 
 
 def test_history_features_combine_in_order_and_by_row() -> None:
@@ -291,17 +276,12 @@ def test_a_tiny_tail_is_not_lost_to_cancellation() -> None:
     assert tail_token.item() == 1
 
 
-def test_gumbel_argmax_never_takes_an_excluded_token_and_prefers_low_ids(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_argmax_never_takes_an_excluded_token_and_prefers_low_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     log_probs = torch.tensor([[-torch.inf, -50.0, -torch.inf], [0.0, 0.0, 0.0]])
     noise = torch.tensor([[36.0, -3.0, 36.0], [1.0, 2.0, 2.0]], dtype=torch.float64)
     monkeypatch.setattr("specwire.rule.random.gumbel_noise", lambda *_: noise)
     coupled = Rows.of([row(rule=Rule.GUMBEL)] * 2)
     assert rows.choose_matched(log_probs, coupled).tolist() == [1, 1]
-
-
-def test_greedy_prefers_the_lowest_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
     assert rows.choose_matched(logits, Rows.of([row(temperature=0)] * 2)).tolist() == [1, 0]
 

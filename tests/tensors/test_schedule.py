@@ -132,7 +132,7 @@ def test_an_answer_may_come_before_anyone_waits_for_it(counting: CountingEngine)
 
 def test_streams_that_began_apart_share_their_steps() -> None:
     """Left alone they would fall into groups that take turns: two steps for each round."""
-    num_rounds, step_s = 30, 0.05
+    num_rounds, step_s = 15, 0.05
 
     async def generate(address: str) -> None:
         async with AsyncClient(address) as client:

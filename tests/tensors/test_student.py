@@ -60,6 +60,7 @@ def graded(student: Student, temperature: float = 1.0, start: int = 0) -> Grade:
     return found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_served_weights_change_in_publish_alone(family: str, temperature: float) -> None:
@@ -119,7 +120,7 @@ def test_half_precision_is_served_from_full_precision_learning() -> None:
     """Steps that are smaller than bfloat16 can tell add up."""
     served = runner(dtype=torch.bfloat16)
     student, before = student_of(served, 1e-4), logits(served)
-    study(student, 30)
+    study(student, 15)
     student.publish()
     assert served.model.dtype is torch.bfloat16
     assert not torch.equal(logits(served), before)
