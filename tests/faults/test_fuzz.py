@@ -35,7 +35,7 @@ from tests.support.integrity import check_integrity
 from tests.support.model_streams import draft, opening, sampling, verify
 from tests.support.mutations import mutated_bytes, mutated_conversation
 
-NUM_MESSAGES = sized(100, 5_000)  # of each kind, for each method
+NUM_MESSAGES = sized(60, 5_000)  # of each kind, for each method
 NUM_THREADS = 8
 TIMEOUT_S = 60.0
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=11, rule=Rule.GUMBEL)
