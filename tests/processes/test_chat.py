@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import select
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from specwire import SamplingParams
+from tests.support.command_line import one_line_error
 from tests.support.fixtures import entered
 from tests.support.harness import LocalStack, local_stack
 
@@ -127,12 +129,18 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("given", "prompt", "problem"),
         [
-            (b"", "-", b"error: the prompt on standard input is empty; give a text to continue\n"),
-            (b"", "", b"error: the prompt is empty; give a text to continue\n"),
-            (b"\xff\xfe", "-", b"error: the prompt on standard input is not UTF-8: invalid start byte\n"),
+            (b"", "-", "error: the prompt on standard input is empty; give a text to continue\n"),
+            (b"", "", "error: the prompt is empty; give a text to continue\n"),
+            (b"\xff\xfe", "-", "error: the prompt on standard input is not UTF-8: invalid start byte\n"),
         ],
     )
-    def test_a_prompt_that_is_none(self, given: bytes, prompt: str, problem: bytes) -> None:
-        command = [*COMMAND, "generate", prompt]
-        ended = subprocess.run(command, input=given, capture_output=True, timeout=60, check=False)
-        assert (ended.returncode, ended.stderr) == (2, problem)
+    def test_a_prompt_that_is_none(
+        self,
+        given: bytes,
+        prompt: str,
+        problem: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert one_line_error(2, ["generate", prompt], capsys) == problem

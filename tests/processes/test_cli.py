@@ -6,10 +6,8 @@ import dataclasses
 import json
 import os
 import re
-import runpy
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -146,6 +144,18 @@ class TestUsage:
                 "error: --max-num-batched-tokens 1: must",
             ),
             ([*SERVE, "/"], "error: MODEL /: no config.json in this directory"),
+            (["serve"], "error: MODEL missing: give a directory or hub id of a model, or embedded\n"),
+            ([*SERVE, "embeded"], "error: MODEL embeded: no such model"),
+            (
+                [*SERVE, "x", "--quantization", "awq"],
+                "error: --quantization: is vLLM's, not ours: it is read",
+            ),
+            (
+                [*SERVE, "--target", "x"],
+                "error: --target: is specwire up's, not ours: give it without a flag",
+            ),
+            ([*SERVE, "x", "--config", "/none.yaml"], "error: --config /none.yaml: cannot be read"),
+            ([*SERVE, "x", "--max-model-len", "-1"], "error: --max-model-len -1: must be at least 0"),
             (
                 [*SERVE, "embedded", "--max-model-len", "2049"],
                 "error: --max-model-len 2049: MODEL embedded has a context of 2048",
@@ -219,6 +229,7 @@ class TestUsage:
         )
         assert (learns := UpConfig(draft_learn=True).draft_service()) is not None
         assert learns.learn
+        assert UpConfig(draft="ngram").draft_service() is None
         up = UpConfig(http_address="0.0.0.0:80", allow_plaintext=True)
         assert up.front().address == "0.0.0.0:80"
 
@@ -293,16 +304,16 @@ class TestGenerate:
         monkeypatch.setenv("SPECWIRE_SERVER", stack.address)
         assert cli.main(["generate", PROMPT, *self.FLAGS]) == 0
         assert capsys.readouterr().out.strip() != ""
-        assert cli.main(["generate", PROMPT, *self.FLAGS, "--server", "127.0.0.1:1"]) == 1
-
-    def test_json(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["generate", PROMPT, "--server", stack.address, "--json", *self.FLAGS]) == 0
-        check_completion(json.loads(capsys.readouterr().out), num_tokens=20)
+        started = time.monotonic()
+        error = one_line_error(1, ["generate", PROMPT, *self.FLAGS, "--server", "127.0.0.1:1"], capsys)
+        assert "nothing serves at 127.0.0.1:1" in error
+        assert time.monotonic() - started < 5.0
 
     def test_token_ids(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["generate", "--token-ids", "5,6,7", "--server", stack.address, "--json", *self.FLAGS]
         assert cli.main(argv) == 0
         got = json.loads(capsys.readouterr().out)
+        check_completion(got, num_tokens=20)
         expected = stack.client.generate(prompt_token_ids=[5, 6, 7], params=self.PARAMS)
         assert got["token_ids"] == list(expected.token_ids)
         assert got["usage"]["prompt_tokens"] == 3
@@ -321,12 +332,6 @@ class TestGenerate:
     def test_a_refusal_of_the_server(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["generate", "--token-ids", "5,9999", "--server", stack.address]
         assert "prompt_token_ids[1]=9999" in one_line_error(2, argv, capsys)
-
-    def test_no_server(self, capsys: pytest.CaptureFixture[str]) -> None:
-        started = time.monotonic()
-        error = one_line_error(1, ["generate", "x", "--server", "127.0.0.1:1"], capsys)
-        assert "nothing serves at 127.0.0.1:1" in error
-        assert time.monotonic() - started < 5.0
 
     def test_the_deadline(self, stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
         """In the same words whoever sees it first: the client, the coordinator or a model service."""
@@ -355,14 +360,6 @@ class TestGenerate:
             assert process.wait(most_s) == status
             assert command.errors() == ""
         stack.assert_idle_within(1.0)
-
-    def test_as_a_module(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setattr(sys, "argv", ["specwire", "generate", "x", "--top-p", "7"])
-        monkeypatch.delitem(sys.modules, "specwire.cli.__main__", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("specwire.cli", run_name="__main__")
-        assert ended.value.code == 2
-        assert "top_p=7.0" in capsys.readouterr().err
 
 
 class TestProxy:

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_sigterm_as_soon_as_it_can_be_noticed(name: str) -> None:
     """Caught, or blocked until something catches it; before, the kernel ignores it for a first process."""
@@ -40,7 +41,6 @@ def test_sigterm_as_soon_as_it_can_be_noticed(name: str) -> None:
     ("name", "number"),
     [
         ("specwire coordinator", signal.SIGTERM),
-        ("specwire coordinator", signal.SIGINT),
         pytest.param("specwire draft", signal.SIGINT, marks=pytest.mark.serial),
         pytest.param("verify", signal.SIGTERM, marks=pytest.mark.serial),
     ],

@@ -71,8 +71,7 @@ def test_an_up_that_cannot_start_says_so_in_an_object() -> None:
     assert "--target emulated:nonsense=1" in only["message"]
 
 
-@pytest.fixture
-def record() -> logging.LogRecord:
+def test_an_object_has_extra_fields_and_the_exception_in_one_string() -> None:
     try:
         raise ValueError("line one\nline two")
     except ValueError:
@@ -81,21 +80,12 @@ def record() -> logging.LogRecord:
     made.args = ("one", 2)
     made.created = 0.0625
     made.__dict__ |= {"trace_id": TRACE, "odd": object, "level": "not the record's"}
-    return made
-
-
-def test_an_object_has_extra_fields_and_the_exception_in_one_string(record: logging.LogRecord) -> None:
-    line = logs.JsonFormatter("draft").format(record)
+    line = logs.JsonFormatter("draft").format(made)
     assert "\n" not in line
     fields = json.loads(line)
     assert fields["time"] == "1970-01-01T00:00:00.062Z"
     assert (fields["message"], fields["level"], fields["trace_id"]) == ("one of 2", "error", TRACE)
     assert fields["exception"].endswith("ValueError: line one\nline two")
-
-
-def test_text_has_extra_fields_after_the_message(record: logging.LogRecord) -> None:
-    record.exc_info = None
-    assert f" ERROR n: one of 2 trace_id={TRACE} " in logs.TextFormatter().format(record)
 
 
 def test_what_an_error_of_a_child_is_read_from() -> None:

@@ -8,13 +8,16 @@ import pty
 import re
 import select
 import signal
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from specwire import Client, SamplingParams
+from specwire import Client, RetryPolicy, SamplingParams
 from specwire.completion import Stage
 from tests.support.harness import is_serving
 from tests.support.processes import START_S, Command, running, wait_until
@@ -30,12 +33,12 @@ def up_argv(pair: tuple[Path, Path]) -> list[str]:
 
 
 class TestUp:
-    """One after the other on the same three processes."""
+    """One after the other on the same processes."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def up(cls, pair: tuple[Path, Path]) -> Iterator[Command]:
-        with running(*up_argv(pair), "--grace-s", "60") as command:
+        with running(*up_argv(pair), "--grace-s", "60", "--http-address", "127.0.0.1:0") as command:
             yield command
 
     @pytest.fixture(scope="class")
@@ -45,8 +48,15 @@ class TestUp:
         assert re.fullmatch(r"ready 127\.0\.0\.1:[1-9]\d*\n", line)
         return line.split()[1]
 
-    def test_three_services_of_their_own(self, up: Command, address: str) -> None:
-        assert up.services.keys() == {"draft_service", "verify_service", "coordinator"}
+    @pytest.fixture(scope="class")
+    @classmethod
+    def page(cls, up: Command, address: str) -> str:
+        line = up.line()
+        assert re.fullmatch(r"page http://127\.0\.0\.1:[1-9]\d*/\n", line)
+        return line.split()[1]
+
+    def test_services_of_their_own(self, up: Command, address: str, page: str) -> None:
+        assert up.services.keys() == {"draft_service", "verify_service", "coordinator", "specwire.cli"}
         assert up.errors() == "", "no progress bars, no warnings"
         assert is_serving(address)
 
@@ -58,6 +68,28 @@ class TestUp:
             assert done.speculation.draft_unavailable == ""
             assert client.get_model_info()[0].dtype == "float32"
 
+    def test_services_that_are_killed_are_started_again_under_a_running_generation(
+        self, up: Command, address: str, page: str
+    ) -> None:
+        """The draft service is killed in `test_logs.py`."""
+        params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True, num_draft_tokens=2)
+        front = up.services["specwire.cli"]
+        front.kill()
+        with Client(address, retry=RetryPolicy(patience_s=60.0)) as client:
+            whole = client.generate(PROMPT, params)
+            doomed, tokens = ["verify_service", "coordinator"], []
+            with client.stream(PROMPT, params) as stream:
+                for chunk in stream:
+                    tokens += [token.token_id for token in chunk.tokens]
+                    if doomed and len(tokens) > 60 * (3 - len(doomed)):
+                        up.services[doomed.pop(0)].kill()
+            assert not doomed
+            assert tuple(tokens) == whole.token_ids
+            assert stream.completion.num_resumes == 1, "the coordinator's loss is the client's, and no other"
+            drafts = partial(client.generate, PROMPT, replace(params, max_tokens=8))
+            wait_until(lambda: drafts().speculation.num_draft_tokens > 0, 60)
+        wait_until(lambda: not front.is_running() and answers(f"{page}v1/models"), 60)
+
     def test_sigterm_lets_a_generation_finish_and_leaves_nothing(self, up: Command, address: str) -> None:
         params = SamplingParams(max_tokens=300, ignore_eos=True, num_draft_tokens=0)
         with Client(address) as client, client.stream(PROMPT, params) as stream:
@@ -66,10 +98,16 @@ class TestUp:
             list(stream)
             assert stream.completion.usage.completion_tokens == 300
         assert up.ended() == 0
-        assert up.line() == "", "the ready line is all there is"
+        assert up.line() == "", "these lines are all there is"
         assert "Traceback" not in up.errors()
         assert "by force" not in up.errors()
         up.assert_all_gone(1.0)
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=20):
+        return True
+    return False
 
 
 @pytest.mark.slow

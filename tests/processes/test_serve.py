@@ -91,24 +91,3 @@ def test_the_key_is_required_and_shown_nowhere(served: Served) -> None:
     lines = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
     assert not any(KEY in word for line in lines for word in line)
     assert not any(KEY in str(each.environ()) for each in services)
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ([], "error: MODEL missing: give a directory or hub id of a model, or embedded\n"),
-        (["embeded"], "error: MODEL embeded: no such model"),
-        (
-            ["embedded", "--quantization", "awq"],
-            "error: --quantization: is vLLM's, not ours: it is read from",
-        ),
-        (["--target", "embedded"], "error: --target: is specwire up's, not ours: give it without a flag"),
-        (["embedded", "--config", "/none.yaml"], "error: --config /none.yaml: cannot be read"),
-        (["embedded", "--max-model-len", "-1"], "error: --max-model-len -1: must be at least 0"),
-    ],
-)
-def test_bad_starts(words: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
-    from specwire.cli import main as cli
-
-    assert cli.main(["serve", *words]) == 2
-    assert problem in capfd.readouterr().err

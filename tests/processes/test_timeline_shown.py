@@ -46,7 +46,9 @@ class TestPicture:
         assert set(re.findall(r"https?://[^\"']+", text)) == {"http://www.w3.org/2000/svg"}
 
     def test_says_what_matters(self) -> None:
-        text = "\n".join(_shown(picture.render(laid_out(three_rounds(draft_clock_ms=70)))))
+        """Of the whole, and of each bar for a pointer."""
+        titles = _shown(picture.render(laid_out(three_rounds(draft_clock_ms=70))))
+        text = "\n".join(titles)
         for part in (
             "One generation of target",
             "tokens: 9 · total time: 100.0 ms · rounds: 3 · hits: 50% (1 of 2)",
@@ -55,8 +57,12 @@ class TestPicture:
             "1: hit ✓ 4/4",
             "→ 1",
             "draft.prepare, used by round 1",
+            "\nstart: 22.000 ms\nduration: 24.000 ms\nservice: specwire-verify\nspan: ",
+            "\nspecwire.batch_size: 1\n",
         ):
             assert part in text, part
+        [miss] = [each for each in titles if each.startswith("0: miss ✗ 2/4\n")]
+        assert "\ndraft_network: 9.00 ms\n" in miss
 
     def test_bars_are_where_their_times_are(self) -> None:
         """1300 pixels are 100 ms."""
@@ -71,28 +77,18 @@ class TestPicture:
         assert shown["draft.prepare, used by round 1", 100 + 13 * 20] == 13 * 20
         assert shown["1: hit ✓ 4/4", 100 + 13 * 50] == 13 * 30 - 1
 
-    def test_a_bar_says_its_span(self) -> None:
-        titles = _shown(picture.render(laid_out(three_rounds())))
-        [forward] = [each for each in titles if each.startswith("verify.forward\nstart: 22.000 ms\n")]
-        assert "\nduration: 24.000 ms\nservice: specwire-verify\nspan: " in forward
-        assert "\nspecwire.batch_size: 1\n" in forward
-        [miss] = [each for each in titles if each.startswith("0: miss ✗ 2/4\n")]
-        assert "\ndraft_network: 9.00 ms\n" in miss
-
-    def test_text_from_spans_is_escaped(self) -> None:
+    def test_text_from_spans_is_escaped_and_cut(self) -> None:
+        long = {"prompt": "x" * 100_000}
         spans = [
-            dataclasses.replace(s, attributes={**s.attributes, NASTY: NASTY, "\ud800": "\x00"})
+            dataclasses.replace(s, attributes={**s.attributes, **long, NASTY: NASTY, "\ud800": "\x00"})
             for s in three_rounds(model=NASTY)
         ]
         text = picture.render(laid_out(spans))
+        assert len(text) < 60_000
         assert "<img" not in text
         shown = "\n".join(_shown(text))
         assert f"{NASTY}: {NASTY}" in shown
         assert "\ufffd: \ufffd" in shown
-
-    def test_long_values_are_cut(self) -> None:
-        spans = [dataclasses.replace(s, attributes={"prompt": "x" * 100_000}) for s in three_rounds()]
-        assert len(picture.render(laid_out(spans))) < 60_000
 
     def test_a_long_generation_shows_the_middle_or_what_is_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -257,11 +253,6 @@ class TestThroughRealServices:
         assert sum(timeline.stages_ms.values()) == pytest.approx(timeline.total_ns / MS, abs=1)
         # The target takes 10 ms a round, whatever else this machine does.
         assert timeline.stages_ms[Stage.VERIFY] >= 0.9 * 10 * timeline.num_rounds
-        for stage in layout.ROUND_STAGES:
-            of_rounds_ms = sum(one.stages_ms[stage] for one in timeline.rounds)
-            assert of_rounds_ms == pytest.approx(timeline.stages_ms.get(stage, 0), abs=0.1), stage
-        for one in timeline.rounds:
-            assert sum(one.stages_ms.values()) <= (one.end_ns - one.start_ns) / MS + 1
         _check_nesting(json.loads(Path(outs[1]).read_text())["traceEvents"])
 
     def test_receive_draws_the_first_whole_generation(self, tmp_path: Path) -> None:

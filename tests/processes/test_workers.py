@@ -93,22 +93,23 @@ async def generating(coordinators: Coordinators) -> Any:
         yield clients, tasks
 
 
-async def test_each_worker_answers_for_itself(coordinators: Coordinators) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        # Of 10 s; a shorter time is tested in `test_supervisor.py`.
+        pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_worker_that_fails_is_replaced_and_no_generation_is_lost(
+    coordinators: Coordinators, fault: signal.Signals
+) -> None:
+    """They are resumed at the other one. Each worker answers for itself."""
+    victim = coordinators.workers[0]
     async with generating(coordinators) as (clients, tasks):
         found = [await client.get_status() for client in clients]
         assert {status.num_workers for status in found} == {NUM_WORKERS}
         assert max(status.num_running for status in found) < len(tasks)
-        done = await asyncio.gather(*tasks)
-        assert len({each.token_ids for each in done}) == 1
-
-
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
-async def test_a_worker_that_fails_is_replaced_and_no_generation_is_lost(
-    coordinators: Coordinators, fault: signal.Signals
-) -> None:
-    """They are resumed at the other one."""
-    victim = coordinators.workers[0]
-    async with generating(coordinators) as (_, tasks):
         victim.send_signal(fault)
         done = await asyncio.gather(*tasks)
         assert len({each.token_ids for each in done}) == 1
