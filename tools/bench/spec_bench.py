@@ -1,7 +1,7 @@
 """`specwire bench spec-bench`: questions of Spec-Bench with each kind of draft in turn, and its answer files.
 
-Formats and figures are those of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): its script speed.py in evaluation
-reads what is written here. One question is asked at a time, each turn after earlier ones and their answers.
+Formats and figures are those of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): its script speed.py reads
+what is written here. One question is asked at a time, each turn after earlier ones and their answers.
 """
 
 from __future__ import annotations
