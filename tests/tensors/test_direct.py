@@ -42,9 +42,8 @@ def test_every_part_of_a_model_is_run(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", ["family", "half precision", "a hook", "rotation by length", "one size"])
 def test_other_models_are_run_by_transformers(case: str) -> None:
-    model = build(
-        "mistral" if case == "family" else "llama", **{"rope_parameters": DYNAMIC} if "length" in case else {}
-    )
+    fields: dict[str, Any] = {"rope_parameters": DYNAMIC} if case == "rotation by length" else {}
+    model: Any = build("mistral" if case == "family" else "llama", **fields)
     if case == "half precision":
         model = model.bfloat16()
     if case == "a hook":

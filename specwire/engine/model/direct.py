@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from specwire.engine.attention.paged import Attend
 from specwire.engine.cache.layer_cache import Scoring
@@ -90,11 +89,15 @@ class _Layer:
 
 
 class _Norm:
+    """Root mean square normalisation; torch's own function takes three times as long on a CPU."""
+
     def __init__(self, norm: Any) -> None:
-        self._norm, self._shape = norm, tuple(norm.weight.shape)
+        self._norm, self._share = norm, 1 / len(norm.weight)
+        self._epsilon = torch.tensor(norm.variance_epsilon)
 
     def __call__(self, states: Tensor) -> Tensor:
-        return functional.rms_norm(states, self._shape, self._norm.weight, self._norm.variance_epsilon)
+        variance = torch.add(self._epsilon, torch.linalg.vecdot(states, states), alpha=self._share)
+        return states * variance.rsqrt_().unsqueeze(-1) * self._norm.weight  # type: ignore[no-any-return]
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
