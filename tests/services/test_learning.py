@@ -139,8 +139,19 @@ def test_prompts_computed_with_other_weights_are_not_found(
     assert num_hits() >= 96
     generate_until(stack, 1)
     monkeypatch.setattr(Learner, "wait_s", lambda _: None)  # nothing more is studied
+    settle(stack)
     assert num_hits() == 0
     assert num_hits() >= 96
+
+
+def settle(stack: LocalStack) -> None:
+    """Until the step that was under way has replaced the weights, or not."""
+    deadline, now = time.monotonic() + TIMEOUT_S, learning(stack)
+    while True:
+        time.sleep(0.3)
+        if now == (now := learning(stack)):
+            return
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.serial
