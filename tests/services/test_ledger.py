@@ -68,7 +68,7 @@ def to_blame(found: dict[Stage, float]) -> Stage:
 
 
 def generate(stack: LocalStack, **settings: Any) -> Completion:
-    settings = {"max_tokens": 24, "seed": 3, "rule": Rule.GUMBEL, **settings}
+    settings = {"max_tokens": 40, "seed": 3, "rule": Rule.GUMBEL, **settings}
     return stack.client.generate(params=SamplingParams(**settings), prompt_token_ids=PROMPT)
 
 
@@ -187,7 +187,7 @@ def test_a_long_prompt_beside_four_streams() -> None:
 
 def test_a_slow_reader_is_to_blame() -> None:
     with traced(coordinator_options={}) as (stack, receiver):
-        params = SamplingParams(max_tokens=120, seed=3, rule=Rule.GUMBEL)
+        params = SamplingParams(max_tokens=200, seed=3, rule=Rule.GUMBEL)
         with stack.client.stream(params=params, prompt_token_ids=PROMPT) as stream:
             for _ in stream:
                 time.sleep(0.1)  # the scenario: it takes ten times as long as a round
