@@ -229,21 +229,28 @@ def check_prompt_size(request: generation_pb2.GenerateRequest, max_bytes: int) -
         raise InvalidRequestError(str(form), f"{num_bytes} bytes", f"is over the limit of {max_bytes} bytes")
 
 
-def check_known(message: Message, name: str = "request") -> None:
-    """Refuse what a client of another version asks for: protobuf drops a field that it does not know.
+def check_known(message: Message) -> None:
+    """Refuse what a client of another version asks for: protobuf drops a field that it does not know."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    if known.ByteSize() != message.ByteSize():
+        name, number = _unknown_field(message, "request")
+        problem = "is not known to this version of the coordinator: its client has another one"
+        raise InvalidRequestError(name, f"field {number}", problem)
 
-    Args:
-        name: of the field that has the message, for the error.
-    """
+
+def _unknown_field(message: Message, name: str) -> tuple[str, int]:
+    """The first one that is not known, by its number, and the field that has its message; 0 for none."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
-        problem = "is not known to this version of the coordinator: its client has another one"
-        raise InvalidRequestError(name, f"field {unknown[0].field_number}", problem)
+        return name, unknown[0].field_number
     for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        for each in value if field.is_repeated else (value,):
-            check_known(each, field.name)
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for each in value if field.is_repeated else (value,):
+                if (found := _unknown_field(each, field.name))[1]:
+                    return found
+    return name, 0
 
 
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
