@@ -5,7 +5,8 @@ arguments, in norms of six operations and rotations of nine. Here the layers of 
 our own; linear layers and embeddings are the model's, packed, sharded or with adapters. On a GPU passes are
 captured, and in half precision norms and rotations would be rounded otherwise than by transformers.
 
-MEASURED
+One thread of a Xeon, one token, five, and sixteen sequences: the embedded target takes 2.8, 4.7 and 10.6 ms
+instead of 4.1, 6.3 and 12.9, the draft 1.05, 1.8 and 3.0 instead of 1.68, 2.5 and 3.8.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class _Layer:
 
 
 class _Norm:
-    """Root mean square normalisation; torch's own function takes three times as long on a CPU."""
+    """By the root mean square; torch's own function takes a quarter longer on a CPU."""
 
     def __init__(self, norm: Any) -> None:
         self._norm, self._share = norm, 1 / len(norm.weight)
