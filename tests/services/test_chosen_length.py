@@ -106,7 +106,8 @@ def test_where_drafting_does_not_pay_completions_status_and_log_say_why(
         ways = {way.name: way for way in stack.client.get_status().ways}
         best = max(ways.values(), key=lambda way: way.expected_tokens_per_s)
         assert best.name == "plain"
-        assert ways["plain"].measured_tokens_per_s == pytest.approx(best.expected_tokens_per_s, rel=0.5)
+        ratio = ways["plain"].measured_tokens_per_s / best.expected_tokens_per_s
+        assert 0.3 < ratio < 3  # of a block before, on a machine that others use
         assert {"chains", "trees of 32"} < ways.keys()
         assert not any(name.endswith("prepared") for name in ways), "--num-outcomes 0"
         shown = drafts.show(ClientConfig(server=stack.address), colour=False)
