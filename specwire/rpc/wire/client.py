@@ -302,7 +302,8 @@ def acknowledgement(num_tokens: int) -> generation_pb2.GenerateRequest:
 
 def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
     """The number of tokens, at least 1, that a later request of a stream acknowledges, and nothing else."""
-    check_known(request)
+    if len(UnknownFieldSet(request)):  # 0.3 us; the whole check takes 2
+        check_known(request)
     for field, _ in request.ListFields():
         if field.name != "credit_tokens":
             raise InvalidRequestError(field.name, "set", "only the first request of a stream may set it")
