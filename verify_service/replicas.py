@@ -36,7 +36,7 @@ async def serving(config: VerifyConfig) -> AsyncIterator[str]:
             for number, each in enumerate(configs, 1)
         ]
         async with keeping(replicas, config.grace_s, *watch):
-            yield ",".join(each.service.address for each in replicas)
+            yield ",".join(each.address for each in replicas)
 
 
 def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | None]:

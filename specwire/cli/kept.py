@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import select
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -39,12 +38,10 @@ MAX_SILENCE_S = 10.0
 works is never kept so long, by whatever else a machine does."""
 _WORKER = "_SPECWIRE_WORKER"
 """In the environment of a worker."""
-_UNNAMED_FILE = re.compile("/dev/fd/([0-9]+)")
 
 
-class KeptService:
-    """A service process, and those that replace it at the same address; `service` is the present or last
-    one."""
+class KeptService(Service):
+    """A service whose process is replaced at the same address when it ends."""
 
     def __init__(
         self,
@@ -69,45 +66,37 @@ class KeptService:
             max_silence_s: without a sign of life (`run_until_signal`), after which `keep` ends it by force.
         """
         self.name = name
-        self._command, self._environ = [*command, *config_words(config, aliases)], environ
         self._max_failures = max_failures
         self._num_failures = 0
         self._max_silence_s, self._silence_s = max_silence_s, 0.0
-        self._address = ""
+        self._served_at: list[str] = []
         self._serving_since_s = self._due_s = math.inf
-        self.service = self._start()
-
-    def _start(self) -> Service:
-        """A process at the address that the first one served."""
-        module, *words = self._command
-        # Files without a name, as `supervisor` passes tokens, are inherited.
-        pass_fds = [int(found[1]) for word in words if (found := _UNNAMED_FILE.fullmatch(word))]
-        there = flag_words(address=self._address) if self._address else []
-        return Service(module, [*words, *there], self._environ, pass_fds=pass_fds)
+        module, *words = command
+        super().__init__(module, [*words, *config_words(config, aliases)], environ)
 
     def restart_if_due(self, now_s: float) -> None:
         """See what became of it, and start it again after its pause; never blocks. It has served once. If it
         failed too often in a row, ServiceUnavailableError has the reason of the last time."""
         if now_s >= self._due_s:
             self._due_s = math.inf
-            self.service = self._start()
+            self.start(*self._served_at)
         elif self._due_s < math.inf:
             pass
-        elif not self.service.address:
+        elif not self.address:
             self._look_whether_ready(now_s)
-        elif self.service.process.poll() is not None:
-            self._address = self.service.address
+        elif self.process.poll() is not None:
+            self._served_at = flag_words(address=self.address)
             if now_s - self._serving_since_s > _STEADY_S:
                 self._num_failures = 0
-            self._failed(f"ended with status {self.service.process.returncode}", now_s)
+            self._failed(f"ended with status {self.process.returncode}", now_s)
         else:
             self._serving_since_s = min(self._serving_since_s, now_s)
 
     def _look_whether_ready(self, now_s: float) -> None:
-        output = self.service.process.stdout
+        output = self.process.stdout
         assert output is not None
         try:
-            if select.select([output], [], [], 0)[0] and self.service.read_address():
+            if select.select([output], [], [], 0)[0] and self.read_address():
                 self._serving_since_s = now_s
                 log.warning("%s serves again", self.name)
         except ConfigError as error:
@@ -126,18 +115,13 @@ class KeptService:
         while True:
             self.restart_if_due(time.monotonic())
             # Silence is counted in our own polls: when the whole machine pauses, neither does anything.
-            is_silent = self.service.address and not self.service.shows_life()
+            is_silent = self.address and not self.shows_life()
             self._silence_s = self._silence_s + _POLL_S if is_silent else 0.0
             if self._silence_s > self._max_silence_s:
                 log.warning("%s hangs: no sign of life for %g s", self.name, self._max_silence_s)
-                await asyncio.to_thread(self.service.stop, 0.0)
+                await asyncio.to_thread(self.stop, 0.0)
                 self._silence_s = 0.0
             await asyncio.sleep(_POLL_S)
-
-    async def stop(self, grace_s: float) -> None:
-        """Shut it down gracefully; kill it after its grace period."""
-        self.service.terminate()
-        await asyncio.to_thread(self.service.stop, grace_s + STOP_MARGIN_S)
 
 
 def pause_s(num_failures: int) -> float:
@@ -158,18 +142,20 @@ async def keeping(
     One that cannot start raises ConfigError, with its reason. `others` run meanwhile, and end all by theirs.
     """
     try:
-        await asyncio.to_thread(wait_ready, [replica.service for replica in replicas])
+        await asyncio.to_thread(wait_ready, replicas)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run()) for run in (*(each.keep for each in replicas), *others)]
             yield
             for task in tasks:
                 task.cancel()
-        await asyncio.gather(*(replica.stop(grace_s) for replica in replicas))
+        for replica in replicas:
+            replica.terminate()
+        await asyncio.gather(*(asyncio.to_thread(each.stop, grace_s + STOP_MARGIN_S) for each in replicas))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
         for replica in replicas:
-            replica.service.kill()
+            replica.kill()
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import select
 import selectors
 import signal
@@ -26,42 +27,43 @@ READY = "ready "
 STOP_MARGIN_S = 5.0
 """To end after a grace period, in seconds, before it is ended by force."""
 _STACKS_S = 0.5
+_UNNAMED_FILE = re.compile("/dev/fd/([0-9]+)")
+"""A file that a service inherits, as `supervisor` passes tokens."""
 
 
 class Service:
     """One service process. It ends with the thread that starts it."""
 
-    def __init__(
-        self,
-        module: str,
-        flags: Sequence[str],
-        environ: Mapping[str, str] | None = None,
-        *,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, module: str, flags: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         """Start `python -m module flags`; wait with `ready`.
 
         Args:
             module: draft_service, verify_service or coordinator.
             environ: added to this process's environment, whose `SPECWIRE_*` variables are not the service's.
-            pass_fds: descriptors that it inherits, under the same numbers.
         """
         self.module = module
+        self._flags = flags
+        self._environ = dict(environ or {})
+        self.start()
+
+    def start(self, *more: str) -> None:
+        """Start a process, with more flags; the one before has ended."""
         self.address = ""
         self._error = ""
         self._is_terminated = False
+        words = [*self._flags, *more]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *flags],
+            [sys.executable, "-m", self.module, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,  # a selector does not see buffered lines
-            env=inherited | parent.environment() | dict(environ or {}),
-            pass_fds=pass_fds,
+            env=inherited | parent.environment() | self._environ,
+            pass_fds=[int(found[1]) for word in words if (found := _UNNAMED_FILE.fullmatch(word))],
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the services in order
         )
-        self._forwarder = threading.Thread(target=self._forward_errors, daemon=True)
+        self._forwarder = threading.Thread(target=self._forward_errors, args=[self.process], daemon=True)
         self._forwarder.start()
 
     def ready(self, timeout_s: float) -> str:
@@ -119,11 +121,11 @@ class Service:
             self.process.kill()
         return self.process.wait()
 
-    def _forward_errors(self) -> None:
+    def _forward_errors(self, process: subprocess.Popen[bytes]) -> None:
         """Forward standard error, except for the error that ends a service that did not start: it is raised
         here instead."""
-        assert self.process.stderr is not None
-        for data in self.process.stderr:
+        assert process.stderr is not None
+        for data in process.stderr:
             line = data.decode(errors="replace")
             if not self.address and (error := logs.reported(line)):
                 self._error = error

@@ -51,9 +51,11 @@ class Stack:
         """Start all three and wait until they serve. If one does not (ConfigError, ServiceUnavailableError),
         the others are stopped."""
         preflight.check(config)
-        self._kept: list[KeptService] = []
-        self._draft: KeptService | None = None
-        self._http: KeptService | None = None
+        self.services: list[KeptService] = []
+        """In the order of their starts."""
+        self.verifies: list[KeptService] = []
+        self.draft: KeptService | None = None
+        self.http: KeptService | None = None
         self._grace_s = config.grace_s
         self._environ = environ
         try:
@@ -63,38 +65,14 @@ class Stack:
             raise
 
     @property
-    def services(self) -> list[Service]:
-        """The processes at present, in the order of their starts."""
-        return [each.service for each in self._kept]
-
-    @property
     def address(self) -> str:
         """`HOST:PORT` of the coordinator."""
         return self.coordinator.address
 
     @property
-    def coordinator(self) -> Service:
-        """Its process at present."""
-        return self._coordinator.service
-
-    @property
-    def verifies(self) -> list[Service]:
-        return [each.service for each in self._verifies]
-
-    @property
     def verify(self) -> Service:
         """The verify service; with replicas, the first of them."""
         return self.verifies[0]
-
-    @property
-    def draft(self) -> Service | None:
-        """The draft service, if there is one."""
-        return self._draft.service if self._draft else None
-
-    @property
-    def http(self) -> Service | None:
-        """The HTTP front, if there is one."""
-        return self._http.service if self._http else None
 
     def _start(self, config: StackConfig) -> None:
         began_s, environ = time.monotonic(), {**os.environ, **(self._environ or {})}
@@ -107,12 +85,11 @@ class Stack:
         draft = config.draft_service(environ, **required)
         coordinator = config.coordinator(environ, **shown)
         front = config.front(environ) if config.http_address else None
-        self._verifies = []
         for number, verify in enumerate(verifies, 1):
             name = f"verify service {number}" if config.replicas > 1 else "the verify service"
-            self._verifies.append(self._add(name, ["verify_service"], verify, {"model": "target"}))
+            self.verifies.append(self._add(name, ["verify_service"], verify, {"model": "target"}))
         if draft:
-            self._draft = self._add("the draft service", ["draft_service"], draft, {"model": "draft"})
+            self.draft = self._add("the draft service", ["draft_service"], draft, {"model": "draft"})
         wait_ready(self.services, config.start_timeout_s)
         restart_s = _RESTART_MARGIN * (time.monotonic() - began_s)
         addresses = ",".join(each.address for each in self.verifies)
@@ -121,18 +98,18 @@ class Stack:
             given = argparse.Namespace(to=draft_address, rtt_ms=config.draft_rtt_ms)
             proxy = read_config(ProxyConfig, given, environ)
             link = self._add("the link to the draft", ["specwire.cli", "proxy"], proxy)
-            draft_address = link.service.ready(config.start_timeout_s)
+            draft_address = link.ready(config.start_timeout_s)
         coordinator = replace(coordinator, verify_address=addresses, draft_address=draft_address)
         if env_name("failover_timeout_s") not in environ:
             # Generations wait for a verify service that is restarted.
             most_s = max(coordinator.failover_timeout_s, pause_s(1) + restart_s)
             coordinator = replace(coordinator, failover_timeout_s=most_s)
-        self._coordinator = self._add("the coordinator", ["coordinator"], coordinator)
+        self.coordinator = self._add("the coordinator", ["coordinator"], coordinator)
         self.coordinator.ready(config.start_timeout_s)
         if front:
             front = replace(front, server=self.address)
-            self._http = self._add("the HTTP front", ["specwire.cli", "http"], front)
-            self._http.service.ready(config.start_timeout_s)
+            self.http = self._add("the HTTP front", ["specwire.cli", "http"], front)
+            self.http.ready(config.start_timeout_s)
         log.log(logs.NOTICE, "gRPC at %s; try: %s", self.address, _example(config, self))
 
     def _add(
@@ -143,14 +120,14 @@ class Stack:
             kept = KeptService(
                 name, command, config, self._environ, aliases=aliases, max_failures=_MAX_FAILURES
             )
-            self._kept.append(kept)
+            self.services.append(kept)
         return kept
 
     def keep(self) -> NoReturn:
         """Restart services that end by themselves; raises as `KeptService.restart_if_due`."""
         while True:
             with _uninterrupted():
-                for each in self._kept:
+                for each in self.services:
                     each.restart_if_due(time.monotonic())
             time.sleep(_POLL_S)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from specwire.cli.kept import KeptService
-from specwire.cli.process import Service
 from specwire.errors import ServiceUnavailableError
 from tests.support.processes import wait_until
 
@@ -39,13 +38,13 @@ async def test_what_hangs_is_ended_by_force_says_where_it_was_and_is_started_aga
     (tmp_path / "hangs.py").write_text(HANGS)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     kept = KeptService("a worker", ["hangs"], Flagless(), {"PYTHONPATH": path}, max_silence_s=0.3)
-    first = kept.service
-    await asyncio.to_thread(first.ready, 30)
+    first, forwarder = kept.process, kept._forwarder
+    await asyncio.to_thread(kept.ready, 30)
     keeping = asyncio.create_task(kept.keep())
-    await asyncio.to_thread(wait_until, lambda: kept.service is not first, 30)
+    await asyncio.to_thread(wait_until, lambda: kept.process is not first, 30)
     keeping.cancel()
-    assert (first.process.returncode, kept.service.kill()) == (-9, -9)
-    first._forwarder.join(10)
+    assert (first.returncode, kept.kill()) == (-9, -9)
+    forwarder.join(10)
     told = capfd.readouterr().err + caplog.text
     assert "a worker hangs: no sign of life for 0.3 s" in told
     assert "hangs has not ended in time: ended by force" in told
@@ -68,16 +67,15 @@ def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
     starts: list[str] = []
 
     class Dying(KeptService):
-        def _start(self) -> Service:
-            starts.append(self._address)
-            self._command = ["dies", *(["serves"] if serves or not self._address else [])]
-            return super()._start()
+        def start(self, *more: str) -> None:
+            starts.append(" ".join(more))
+            super().start(*more, *(["serves"] if serves or not more else []))
 
     kept = Dying("the service", ["dies"], Flagless(), {"PYTHONPATH": str(tmp_path)}, max_failures=4)
-    kept.service.ready(30)
+    kept.ready(30)
     end_at(kept, now_s=0.0)
     for now_s in (0.5, 1.5, 3.5):
-        assert not kept.service.address or kept.service.process.poll() is not None
+        assert not kept.address or kept.process.poll() is not None
         kept.restart_if_due(now_s - 0.01)
         num_starts = len(starts)
         kept.restart_if_due(now_s)
@@ -87,17 +85,17 @@ def test_what_dies_at_once_again_and_again_ends_all_with_its_reason(
     reason = "ended with status 1" if serves else "does not start: its reason"
     with pytest.raises(ServiceUnavailableError, match=f"the service {reason}, 4 times in a row"):
         end_at(kept, 3.5)
-    assert starts == ["", *["127.0.0.1:1"] * 3]
+    assert starts == ["", *["--address 127.0.0.1:1"] * 3]
     pauses = [message.split()[-2] for message in caplog.messages if "starts again" in message]
     assert pauses == ["0.5", "1", "2"]
 
 
 def end_at(kept: KeptService, now_s: float) -> None:
     """Its end is seen at this time."""
-    kept.service.process.wait(30)
-    if not kept.service.address:
+    kept.process.wait(30)
+    if not kept.address:
         kept.restart_if_due(now_s)  # its line is read, or that there is none
-    if kept.service.address:
+    if kept.address:
         kept.restart_if_due(now_s)
 
 
@@ -106,13 +104,13 @@ def test_what_has_served_for_long_begins_with_a_short_pause_again(
 ) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     kept = KeptService("the service", ["dies", "serves"], Flagless(), {"PYTHONPATH": str(tmp_path)})
-    kept.service.ready(30)
+    kept.ready(30)
     now_s = 0.0
     for served_s in (1, 100, 100, 1):
-        kept.service.process.wait(30)
+        kept.process.wait(30)
         kept.restart_if_due(now_s + served_s)  # it has ended
         kept.restart_if_due(now_s + served_s + 2)  # it starts
-        kept.service.process.wait(30)
+        kept.process.wait(30)
         now_s += served_s + 3
         kept.restart_if_due(now_s)  # it serves
     pauses = [message.split()[-2] for message in caplog.messages if "starts again" in message]
