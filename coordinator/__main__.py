@@ -19,9 +19,8 @@ async def _serve(config: CoordinatorCommand) -> None:
     is_worker = kept.is_worker()
     if not is_worker:
         preflight.check(config)
-    if config.workers > 1 and not is_worker:
-        await process.run_until_signal(kept.workers(["coordinator"], config))
-        return
+        if config.workers > 1:
+            kept.run_workers(["coordinator"], config)
     from coordinator.service import serving  # after the flags were checked
 
     await process.run_until_signal(serving(config), shows_life=is_worker)

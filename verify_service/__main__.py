@@ -24,8 +24,7 @@ async def _serve(config: VerifyCommand) -> None:
     if config.replicas > 1:
         from verify_service import replicas
 
-        await process.run_until_signal(replicas.serving(config))
-        return
+        replicas.run(config)
     with process.importing():
         from verify_service.service import serving  # loads torch: after the flags were checked
 

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
-from specwire.cli.kept import KeptService, keeping
+from specwire.cli.kept import KeptServices
+from specwire.cli.process import READY, end_on_signals, wait_ready
 from specwire.config.fields import next_address
 from specwire.config.services import VerifyConfig
 from specwire.engine.group.instance import Instance, isolated_environ
 from specwire.engine.group.placement import require_ray
 from specwire.errors import ServiceUnavailableError
 
-_POLL_S = 0.1
 
-
-@contextlib.asynccontextmanager
-async def serving(config: VerifyConfig) -> AsyncIterator[str]:
-    """Supervised replicas; yields their addresses, separated by commas, and shuts all down gracefully.
+def run(config: VerifyConfig) -> NoReturn:
+    """Run supervised replicas until a signal.
 
     Raises:
         ConfigError: one of them cannot start, with its own reason.
         ServiceUnavailableError: the Ray instance that they share has ended.
     """
-    with _shared_instance(config) as instance:
+    end_on_signals(terminated=0)
+    with contextlib.ExitStack() as stack:
+        instance = stack.enter_context(_shared_instance(config))
         ray_address = instance.ready() if instance else config.ray_address
-        environ, watch = (isolated_environ(), [partial(_watch, instance)]) if instance else ({}, [])
-        configs = [_config_of(config, index, ray_address) for index in range(config.replicas)]
-        replicas = [
-            KeptService(f"verify service {number}", ["verify_service"], each, environ)
-            for number, each in enumerate(configs, 1)
-        ]
-        async with keeping(replicas, config.grace_s, *watch):
-            yield ",".join(each.address for each in replicas)
+        environ = isolated_environ() if instance else {}
+        kept = stack.enter_context(KeptServices(config.grace_s, environ=environ))
+        for index in range(config.replicas):
+            own = _config_of(config, index, ray_address)
+            kept.add(f"verify service {index + 1}", ["verify_service"], own)
+        wait_ready(kept.services)
+        print(f"{READY}{','.join(each.address for each in kept.services)}", flush=True)
+        kept.keep(partial(_check, instance, kept))
 
 
 def _shared_instance(config: VerifyConfig) -> AbstractContextManager[Instance | None]:
@@ -61,10 +60,8 @@ def _config_of(config: VerifyConfig, index: int, ray_address: str) -> VerifyConf
     )
 
 
-async def _watch(instance: Instance) -> None:
-    """Raises:
-    ServiceUnavailableError: the instance ended.
-    """
-    while instance.process.poll() is None:  # noqa: ASYNC110 - of another process
-        await asyncio.sleep(_POLL_S)
-    raise ServiceUnavailableError(f"the Ray instance ended with status {instance.process.returncode}")
+def _check(instance: Instance | None, kept: KeptServices) -> None:
+    """End all if the instance has ended: ServiceUnavailableError."""
+    if instance and (status := instance.process.poll()) is not None:
+        kept.kill()
+        raise ServiceUnavailableError(f"the Ray instance ended with status {status}")

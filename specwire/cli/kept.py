@@ -9,27 +9,32 @@ connection to one of them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
 import os
-import select
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, Self
 
-from specwire.cli.process import STOP_MARGIN_S, Service, wait_ready
+from specwire.cli.process import READY, STOP_MARGIN_S, Service, end_on_signals, wait_ready
 from specwire.config.client import HttpConfig
 from specwire.config.fields import next_address
 from specwire.config.flags import config_words, flag_words
 from specwire.config.services import CoordinatorConfig
 from specwire.errors import ConfigError, ServiceUnavailableError
+from specwire.rpc import interrupts
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_CANCEL_S = 1.0
+"""For a service to cancel by itself what exceeds its grace period."""
+_INTERRUPT_MARGIN_S = 0.75
+"""After a grace period of 1 s, twice: Ctrl-C ends within 3 s."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STEADY_S = 60.0
 """A process that served for this long did not fail because of its start."""
@@ -63,7 +68,7 @@ class KeptService(Service):
             environ: added to the environment of the process.
             aliases: of flags that its errors are to name in another way.
             max_failures: in a row; after so many it is not started again.
-            max_silence_s: without a sign of life (`run_until_signal`), after which `keep` ends it by force.
+            max_silence_s: without a sign of life (`run_until_signal`), after which it is ended by force.
         """
         self.name = name
         self._max_failures = max_failures
@@ -93,10 +98,8 @@ class KeptService(Service):
             self._serving_since_s = min(self._serving_since_s, now_s)
 
     def _look_whether_ready(self, now_s: float) -> None:
-        output = self.process.stdout
-        assert output is not None
         try:
-            if select.select([output], [], [], 0)[0] and self.read_address():
+            if self.has_output() and self.read_address():
                 self._serving_since_s = now_s
                 log.warning("%s serves again", self.name)
         except ConfigError as error:
@@ -110,18 +113,15 @@ class KeptService(Service):
         log.warning("%s %s; it starts again in %g s", self.name, why, seconds)
         self._due_s = now_s + seconds
 
-    async def keep(self) -> None:
-        """End it if it hangs, restart it whenever it ends, until cancelled. Raises as `restart_if_due`."""
-        while True:
-            self.restart_if_due(time.monotonic())
-            # Silence is counted in our own polls: when the whole machine pauses, neither does anything.
-            is_silent = self.address and not self.shows_life()
-            self._silence_s = self._silence_s + _POLL_S if is_silent else 0.0
-            if self._silence_s > self._max_silence_s:
-                log.warning("%s hangs: no sign of life for %g s", self.name, self._max_silence_s)
-                await asyncio.to_thread(self.stop, 0.0)
-                self._silence_s = 0.0
-            await asyncio.sleep(_POLL_S)
+    def end_if_silent(self) -> None:
+        """End it by force if it hangs; called every _POLL_S. Silence is counted in calls: when the whole
+        machine pauses, neither does anything."""
+        is_silent = self.address and not self.shows_life()
+        self._silence_s = self._silence_s + _POLL_S if is_silent else 0.0
+        if self._silence_s > self._max_silence_s:
+            log.warning("%s hangs: no sign of life for %g s", self.name, self._max_silence_s)
+            self.stop(0.0)
+            self._silence_s = 0.0
 
 
 def pause_s(num_failures: int) -> float:
@@ -133,48 +133,129 @@ def pause_s(num_failures: int) -> float:
     return float(min(_FIRST_PAUSE_S * 2 ** min(num_failures - 1, 10), _LONGEST_PAUSE_S))
 
 
-@contextlib.asynccontextmanager
-async def keeping(
-    replicas: Sequence[KeptService], grace_s: float, *others: Callable[[], Coroutine[Any, Any, None]]
-) -> AsyncIterator[None]:
-    """Keep replicas serving while the body runs, which begins when all serve; then shut them down gracefully.
+class KeptServices:
+    """Services that are kept serving; a context manager that leaves no process behind.
 
-    One that cannot start raises ConfigError, with its reason. `others` run meanwhile, and end all by theirs.
+    Attributes:
+        services: in the order of their starts.
     """
+
+    def __init__(self, grace_s: float, **options: Any) -> None:
+        """Args:
+        grace_s: what running requests get to finish at the end.
+        options: of each `KeptService`.
+        """
+        self.services: list[KeptService] = []
+        self._grace_s, self._options = grace_s, options
+
+    def add(
+        self, name: str, command: Sequence[str], config: Any, aliases: Mapping[str, str] | None = None
+    ) -> KeptService:
+        """Start a service. Arguments as of `KeptService`."""
+        with _uninterrupted():
+            service = KeptService(name, command, config, aliases=aliases, **self._options)
+            self.services.append(service)
+        return service
+
+    def keep(self, *checks: Callable[[], None]) -> NoReturn:
+        """Restart services that end by themselves, and end those that hang; raises as
+        `KeptService.restart_if_due` and as one of `checks`, which are called meanwhile."""
+        while True:
+            with _uninterrupted():
+                for each in self.services:
+                    each.restart_if_due(time.monotonic())
+                    each.end_if_silent()
+                for check in checks:
+                    check()
+            time.sleep(_POLL_S)
+
+    def stop(self, *, interrupted: bool = False) -> None:
+        """Stop all; the first get the grace period.
+
+        Args:
+            interrupted: by someone who waits for the end: the grace period is short, and what is late then is
+                ended by force without a word.
+        """
+        margin_s = _INTERRUPT_MARGIN_S if interrupted else STOP_MARGIN_S
+        waits_s = [interrupts.GRACE_S if interrupted else self._grace_s + _CANCEL_S, margin_s]
+        try:
+            for services in self._groups():
+                for wait_s in waits_s:
+                    _ask_to_end(services, wait_s)
+                for service in services:
+                    service.kill() if interrupted else service.stop(0.0)
+                waits_s = [margin_s]
+        finally:
+            self.kill()
+
+    def _groups(self) -> Sequence[Sequence[Service]]:
+        """Those that are stopped together, one group after the other."""
+        return [self.services]
+
+    def kill(self) -> None:
+        """Kill all that run."""
+        for service in self.services:
+            service.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if interrupted:
+            log.warning(interrupts.SAID)
+        if kind is not None and issubclass(kind, ConfigError):  # one cannot start: none is of use
+            self.kill()
+        self.stop(interrupted=interrupted)
+
+
+def _ask_to_end(services: Sequence[Service], timeout_s: float) -> None:
+    """Asked once more, they cancel what runs there."""
+    for service in services:
+        service.terminate()
+    ends_s = time.monotonic() + timeout_s
+    for service in services:
+        service.wait(max(0.0, ends_s - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM: a process that is half started cannot be stopped, and its child would run the
+    handler between fork and exec."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled elsewhere
+        return
+    arrived: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        await asyncio.to_thread(wait_ready, replicas)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run()) for run in (*(each.keep for each in replicas), *others)]
-            yield
-            for task in tasks:
-                task.cancel()
-        for replica in replicas:
-            replica.terminate()
-        await asyncio.gather(*(asyncio.to_thread(each.stop, grace_s + STOP_MARGIN_S) for each in replicas))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        yield
     finally:
-        for replica in replicas:
-            replica.kill()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
-@contextlib.asynccontextmanager
-async def workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig) -> AsyncIterator[str]:
-    """`config.workers` processes at one port; yields its `HOST:PORT`. Metrics are at consecutive ports.
-    Raises ConfigError if the address cannot be bound, or as `keeping`."""
+def run_workers(command: Sequence[str], config: CoordinatorConfig | HttpConfig) -> NoReturn:
+    """Run `config.workers` processes at one port until a signal. Metrics are at consecutive ports. Raises
+    ConfigError if the address cannot be bound, or one cannot start."""
     from specwire.rpc import listening  # which imports gRPC: `--help` waits for nothing
 
-    with listening.reserved(config.address) as address:
-        made = []
+    end_on_signals(terminated=0)
+    options = {"environ": {_WORKER: "1"}, "max_silence_s": MAX_SILENCE_S}
+    with listening.reserved(config.address) as address, KeptServices(config.grace_s, **options) as kept:
         for number in range(config.workers):
             metrics = next_address("metrics_address", config.metrics_address, number)
             own = replace(config, address=address, metrics_address=metrics)
-            name, environ = f"worker {number + 1} at {address}", {_WORKER: "1"}
-            made.append(KeptService(name, command, own, environ, max_silence_s=MAX_SILENCE_S))
-        async with keeping(made, config.grace_s):
-            yield address
+            kept.add(f"worker {number + 1} at {address}", command, own)
+        wait_ready(kept.services)
+        print(f"{READY}{address}", flush=True)
+        kept.keep()
 
 
 def is_worker() -> bool:
-    """Whether this process is one of those that `workers` starts."""
+    """Whether this process is one of those that `run_workers` starts."""
     return _WORKER in os.environ

@@ -222,9 +222,9 @@ def _http(settings: HttpConfig, _: argparse.Namespace) -> int:
     is_worker = kept.is_worker()
     if not is_worker:
         preflight.check(settings)
+        if settings.workers > 1:
+            kept.run_workers(["specwire.cli", "http"], settings)
     from specwire.http import server
 
-    is_one = settings.workers == 1 or is_worker
-    serving = server.serving(settings) if is_one else kept.workers(["specwire.cli", "http"], settings)
-    asyncio.run(process.run_until_signal(serving, shows_life=is_worker))
+    asyncio.run(process.run_until_signal(server.serving(settings), shows_life=is_worker))
     return 0

@@ -63,6 +63,8 @@ class Service:
             pass_fds=[int(found[1]) for word in words if (found := _UNNAMED_FILE.fullmatch(word))],
             start_new_session=True,  # Ctrl-C reaches this process only, which stops the services in order
         )
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
         self._forwarder = threading.Thread(target=self._forward_errors, args=[self.process], daemon=True)
         self._forwarder.start()
 
@@ -74,8 +76,7 @@ class Service:
     def read_address(self) -> bool:
         """Read one line of the process's standard output; True if it is the `ready` line. Raises ConfigError
         if the process ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().decode()
+        line = self.output.readline().decode()
         if not line:
             status = self.process.wait()
             self._forwarder.join(1.0)
@@ -84,13 +85,16 @@ class Service:
             self.address = line.removeprefix(READY).split()[0]
         return bool(self.address)
 
+    def has_output(self) -> bool:
+        """Whether its standard output has more, or has ended."""
+        return bool(select.select([self.output], [], [], 0)[0])
+
     def shows_life(self) -> bool:
         """Whether its standard output has more since the last call, or has ended; once it serves."""
-        assert self.process.stdout is not None
-        is_readable = bool(select.select([self.process.stdout], [], [], 0)[0])
-        if is_readable:
-            os.read(self.process.stdout.fileno(), select.PIPE_BUF)
-        return is_readable
+        has_more = self.has_output()
+        if has_more:
+            os.read(self.output.fileno(), select.PIPE_BUF)
+        return has_more
 
     def terminate(self) -> None:
         """Send SIGTERM; returns at once. A second one ends the requests that the first one lets finish."""
@@ -151,8 +155,7 @@ def wait_ready(services: Sequence[Service], timeout_s: float = math.inf) -> None
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for service in services:
-            assert service.process.stdout is not None
-            selector.register(service.process.stdout, selectors.EVENT_READ, service)
+            selector.register(service.output, selectors.EVENT_READ, service)
         while waiting := [key.data for key in selector.get_map().values()]:
             left_s = max(0.0, deadline - time.monotonic())
             events = selector.select(None if left_s == math.inf else left_s)

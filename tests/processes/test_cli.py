@@ -18,8 +18,8 @@ import coordinator.__main__
 import draft_service.__main__
 import verify_service.__main__
 from specwire import Grammar, SamplingParams
+from specwire.cli import kept, supervisor
 from specwire.cli import main as cli
-from specwire.cli import supervisor
 from specwire.config.flags import env_name, flag_name
 from specwire.config.sampling_flags import sampling_params
 from specwire.config.services import CoordinatorConfig, DraftConfig, VerifyConfig
@@ -185,7 +185,7 @@ class TestUsage:
         monkeypatch.setenv("SPECWIRE_ADDRESS", "127.0.0.1:7070")  # the coordinator's, not everyone's
         verify = UpConfig().verify(environ=os.environ)
         assert (verify.page_size, verify.address) == (4, "127.0.0.1:0")
-        monkeypatch.setattr(supervisor, "KeptService", lambda *_, **__: pytest.fail("before anything starts"))
+        monkeypatch.setattr(kept, "KeptService", lambda *_, **__: pytest.fail("before anything starts"))
         with pytest.raises(ConfigError, match="SPECWIRE_MAX_WAITING='x' is not a whole number"):
             supervisor.Stack(UpConfig(address="127.0.0.1:0"), {"SPECWIRE_MAX_WAITING": "x"})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from pathlib import Path
@@ -32,17 +31,23 @@ class Flagless:
     """The config of a service without flags."""
 
 
-async def test_what_hangs_is_ended_by_force_says_where_it_was_and_is_started_again(
+def test_what_hangs_is_ended_by_force_says_where_it_was_and_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     kept = KeptService("a worker", ["hangs"], Flagless(), {"PYTHONPATH": path}, max_silence_s=0.3)
     first, forwarder = kept.process, kept._forwarder
-    await asyncio.to_thread(kept.ready, 30)
-    keeping = asyncio.create_task(kept.keep())
-    await asyncio.to_thread(wait_until, lambda: kept.process is not first, 30)
-    keeping.cancel()
+    kept.ready(30)
+
+    def is_ended() -> bool:
+        kept.end_if_silent()
+        return first.poll() is not None
+
+    wait_until(is_ended, 30)
+    kept.restart_if_due(0.0)
+    kept.restart_if_due(1.0)
+    assert kept.process is not first
     assert (first.returncode, kept.kill()) == (-9, -9)
     forwarder.join(10)
     told = capfd.readouterr().err + caplog.text
