@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from specwire.cli.terminal import aligned
 from specwire.client.client import Client
 from specwire.config.client import ClientConfig
 from specwire.config.own_methods import DRAFT_MODEL, OWN_METHODS
-from specwire.config.speculative import ABOVE, BEAMS, COUNTS, KSEQ, METHODS
+from specwire.config.speculative import ABOVE, BEAMS, COUNTS, KSEQ, METHODS, MODEL
 from specwire.core import ModelInfo
 from specwire.v1 import generation_pb2
 
-_MODEL = "model"
-_HIERARCHY = f"INNER{ABOVE}model"
-_NEEDS = {
-    _MODEL: "a draft service: --draft DIR; learns with --draft-learn",
-    KSEQ: 'a draft service; its counts are the model\'s: "selection": "kseq"',
-    _HIERARCHY: f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'",
-    BEAMS: "a draft service: num_beams of a request",
-    **{source: method.needs for source, method in OWN_METHODS.items()},
-    **dict.fromkeys(METHODS, "nothing"),
-    **dict.fromkeys(COUNTS, "nothing, or a text file"),
-}
-
-_NEEDS_BESIDE_ENCODER = {
-    _MODEL: "a draft service with an encoder-decoder, as the target: --draft DIR",
-    **dict.fromkeys(OWN_METHODS, "a target without an encoder"),
-}
-
-
+_MODEL_NEEDS = "a draft service: --draft DIR; learns with --draft-learn"
 _HEAD = ("draft", "here", "needs", "rounds", "draft tokens", "accepted", "tokens a pass")
 _WAY_HEAD = ("tokens/s of a stream", "chosen", "expected", "last measured")
 
@@ -71,45 +55,60 @@ def _ways(status: generation_pb2.GetStatusResponse) -> list[tuple[str, ...]]:
     ]
 
 
+class _Kind(NamedTuple):
+    """A kind of drafts; its totals are those of `source`."""
+
+    name: str
+    needs: str
+    is_there: bool
+    source: str
+
+
+def _kinds(target: ModelInfo, draft: ModelInfo | None) -> list[_Kind]:
+    inner, service = (draft.inner, draft.name) if draft else ("", "")
+    is_in_target = target.own_source == DRAFT_MODEL
+    own_tokens = draft is not None and not draft.target_tokenizer_fingerprint
+    has_chains = draft is not None and draft.trees and own_tokens and target.trees
+    in_target = DRAFT_MODEL if is_in_target else ""
+    needs = "a draft service with an encoder-decoder, as the target: --draft DIR"
+    chains = 'a draft service; its counts are the model\'s: "selection": "kseq"'
+    hierarchy = f"a draft service with a drafter of its own: --draft 'ngram{ABOVE}DIR'"
+    kinds = [
+        _Kind(
+            MODEL,
+            needs if target.has_encoder else _MODEL_NEEDS,
+            draft is not None or is_in_target,
+            in_target if inner or draft is None else service,
+        ),
+        _Kind(KSEQ, chains, has_chains, KSEQ),
+        _Kind(f"INNER{ABOVE}{MODEL}", hierarchy, inner != "", service if inner else ""),
+        _Kind(BEAMS, "a draft service: num_beams of a request", draft is not None, BEAMS),
+    ]
+    for source, method in OWN_METHODS.items():
+        needs = "a target without an encoder" if target.has_encoder else method.needs
+        kinds.append(_Kind(source, needs, target.own_source == source, source))
+    for name in METHODS:
+        kinds.append(_Kind(name, "nothing, or a text file" if name in COUNTS else "nothing", True, name))
+    return kinds
+
+
 def _lines(
     target: ModelInfo, draft: ModelInfo | None, totals: Mapping[str, generation_pb2.SourceTotals]
 ) -> list[tuple[str, ...]]:
     """Rows of each kind, and of draft models that were there before; totals are by source."""
-    own_tokens = draft is not None and not draft.target_tokenizer_fingerprint
-    has_chains = draft is not None and draft.trees and own_tokens and target.trees
-    inner = draft.inner if draft else ""
-    is_in_target = target.own_source == DRAFT_MODEL
-    is_there = {
-        _MODEL: draft is not None or is_in_target,
-        KSEQ: has_chains,
-        _HIERARCHY: inner != "",
-        BEAMS: draft is not None,
-        **{source: target.own_source == source for source in OWN_METHODS},
-    }
-    sources = {_MODEL: DRAFT_MODEL if is_in_target else "", _HIERARCHY: ""}
-    if draft is not None:
-        sources[_HIERARCHY if inner else _MODEL] = draft.name
-    others = totals.keys() - {sources.get(name, name) for name in _NEEDS}
-    given = _NEEDS | _NEEDS_BESIDE_ENCODER if target.has_encoder else _NEEDS
-    return [
-        *(
-            _line(name, needs, totals.get(sources.get(name, name)), is_there=is_there.get(name, True))
-            for name, needs in given.items()
-        ),
-        *(_line(name, _NEEDS[_MODEL], totals[name], is_there=False) for name in sorted(others)),
-    ]
+    kinds = _kinds(target, draft)
+    others = sorted(totals.keys() - {kind.source for kind in kinds})
+    kinds += [_Kind(name, _MODEL_NEEDS, False, name) for name in others]
+    return [_line(kind, totals.get(kind.source)) for kind in kinds]
 
 
-def _line(
-    name: str, needs: str, brought: generation_pb2.SourceTotals | None, *, is_there: bool
-) -> tuple[str, ...]:
-    here = "yes" if is_there else "no"
-    if name == KSEQ:
-        return (name, here, needs, "", "", "", "")
+def _line(kind: _Kind, brought: generation_pb2.SourceTotals | None) -> tuple[str, ...]:
+    row = (kind.name, "yes" if kind.is_there else "no", kind.needs)
+    if kind.name == KSEQ:
+        return (*row, "", "", "", "")
     if brought is None:
-        return (name, here, needs, "0", "", "", "")
+        return (*row, "0", "", "", "")
     share = brought.num_accepted_tokens / max(1, brought.num_draft_tokens)
     tokens = 1 + brought.num_accepted_tokens / max(1, brought.num_drafts)
     accepted = f"{brought.num_accepted_tokens} ({share:.0%})"
-    num_drafts, num_draft_tokens = str(brought.num_drafts), str(brought.num_draft_tokens)
-    return (name, here, needs, num_drafts, num_draft_tokens, accepted, f"{tokens:.2f}")
+    return (*row, str(brought.num_drafts), str(brought.num_draft_tokens), accepted, f"{tokens:.2f}")
