@@ -42,13 +42,9 @@ class ConnectionConfig(PlaintextConfig):
     tls_ca: str = file_option(
         "PEM certificates of the authorities that the server is verified against; empty for public ones"
     )
-    client_cert: str = file_option("PEM certificate of the client, for mutual TLS")
-    client_key: str = file_option("PEM private key of --client-cert")
+    client_cert: str = file_option("PEM certificate of the client, for mutual TLS", "client_key")
+    client_key: str = file_option("PEM private key of --client-cert", "client_cert")
     server_name: str = option("", "name in the server's certificate; empty for its host")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_pair("client_cert", "client_key")
 
     @property
     def server_tls(self) -> TLS | None:
@@ -149,6 +145,5 @@ class HttpConfig(ConnectionConfig, ApiConfig, CertificateConfig, ServerConfig):
         # Bearer tokens travel over both connections.
         allowed = bool(self.tls_cert) or self.allow_plaintext
         check_plaintext("address", self.address, allowed=allowed, remedy=SERVER_TLS)
-        for address in self.server.split(","):
-            allowed = self.server_tls is not None or self.allow_plaintext
-            check_plaintext("server", address.strip(), allowed=allowed, remedy="give --tls or --tls-ca")
+        allowed = self.server_tls is not None or self.allow_plaintext
+        check_plaintext("server", self.server, allowed=allowed, remedy="give --tls or --tls-ca")

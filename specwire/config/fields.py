@@ -107,12 +107,13 @@ SERVER_TLS = "give --tls-cert and --tls-key"
 FRONT_TLS = "start `specwire http` by itself, with --tls-cert"
 
 
-def check_plaintext(name: str, address: str, *, allowed: bool, remedy: str) -> None:
+def check_plaintext(name: str, addresses: str, *, allowed: bool, remedy: str) -> None:
     """Refuse plaintext beyond this machine, where it can be read and forged, unless it is allowed; the error
-    names the remedy, which gives it TLS."""
-    host, _ = split_address(name, address.removeprefix(DNS))
+    names the remedy, which gives it TLS. Addresses as of `split_addresses`."""
     problem = f"would be plaintext beyond this machine; {remedy}, or --allow-plaintext"
-    check(allowed or is_loopback(host), name, address, problem)
+    for address in split_addresses(name, addresses):
+        host, _ = split_address(name, address.removeprefix(DNS))
+        check(allowed or is_loopback(host), name, address, problem)
 
 
 def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
@@ -137,9 +138,9 @@ def check_origins(name: str, origins: str) -> None:
         check(ok, name, origin, "is not http://HOST[:PORT] or https://HOST[:PORT], without a path, or *")
 
 
-def file_option(doc: str) -> Any:
+def file_option(doc: str, *needs: str) -> Any:
     """A config field that names a file; empty for none."""
-    return option("", doc, metavar="FILE", check=check_file)
+    return option("", doc, metavar="FILE", check=check_file, needs=needs)
 
 
 def check_chat_template(name: str, path: str) -> None:
@@ -166,12 +167,10 @@ class PlaintextConfig(CheckedConfig):
 class CertificateConfig(PlaintextConfig):
     """The certificate of a server."""
 
-    tls_cert: str = file_option("PEM certificate of the server, with its chain; empty serves plaintext")
-    tls_key: str = file_option("PEM private key of the certificate, not encrypted")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_pair("tls_cert", "tls_key")
+    tls_cert: str = file_option(
+        "PEM certificate of the server, with its chain; empty serves plaintext", "tls_key"
+    )
+    tls_key: str = file_option("PEM private key of the certificate, not encrypted", "tls_cert")
 
 
 @dataclass(frozen=True, kw_only=True)

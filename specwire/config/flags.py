@@ -37,6 +37,7 @@ def option(
     metavar: str = "",
     check: Check | None = None,
     alias: str = "",
+    needs: Sequence[str] = (),
     is_positional: bool = False,
     is_list: bool = False,
 ) -> Any:
@@ -44,11 +45,12 @@ def option(
 
     Args:
         alias: a second name, as other servers have it.
+        needs: other fields, without which it is of no use.
         is_positional: given without a flag.
         is_list: whether the flag takes several words, which are joined by commas.
     """
-    metadata = {"doc": doc, "metavar": metavar, "check": check, "alias": alias, "positional": is_positional}
-    metadata["list"] = is_list
+    metadata: dict[str, Any] = {"doc": doc, "metavar": metavar, "check": check, "alias": alias}
+    metadata |= {"needs": needs, "positional": is_positional, "list": is_list}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -65,21 +67,22 @@ def secret(doc: str, *, has_flag: bool = False) -> Any:
 
 
 class CheckedConfig:
-    """Base of the configs: checks each field by its own `check`. Subclasses check what involves several."""
+    """Base of the configs: checks each field by its own `check` and `needs`. Subclasses check what else
+    involves several."""
 
     def _check(self, ok: bool, name: str, problem: str) -> None:
         if not ok:
             raise ConfigError(f"{flag_name(name)} {getattr(self, name)}: {problem}")
 
-    def _check_pair(self, name: str, other: str) -> None:
-        """Two fields that belong together: both are given, or neither is."""
-        is_whole = bool(getattr(self, name)) == bool(getattr(self, other))
-        self._check(is_whole, name, f"is of use together with {flag_name(other)} only")
-
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
             if (check := field.metadata.get("check")) is not None:
-                check(field.name, getattr(self, field.name))
+                check(field.name, value)
+            needs = field.metadata.get("needs", ()) if value else ()
+            for other in needs:
+                problem = f"is of use together with {flag_name(other)} only"
+                self._check(bool(getattr(self, other)), field.name, problem)
 
 
 def flag_name(name: str) -> str:

@@ -32,20 +32,6 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def check_group(num_ranks: int, ray_address: str, model: str, device: str) -> None:
-    """Refuse what several devices, or Ray, cannot serve."""
-    name = "tensor_parallel_size"
-    check(num_ranks >= 1, name, num_ranks, "must be at least 1")
-    if num_ranks == 1:
-        check(
-            not ray_address, "ray_address", ray_address, "is of use with --tensor-parallel-size over 1 only"
-        )
-        return
-    check(not model.startswith(EMULATED), name, num_ranks, f"does not apply to {model}")
-    placed = device in ("cpu", "cuda")
-    check(placed, "device", device, f"must be cpu or cuda with --tensor-parallel-size {num_ranks}")
-
-
 def check_inner(name: str, inner: str, model: str, num_devices: int) -> None:
     """Refuse what cannot guess the tokens of a draft."""
     both = f"{inner}{ABOVE}{model}"

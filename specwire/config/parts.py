@@ -38,15 +38,13 @@ class ListenConfig(CertificateConfig):
     """A listening address, and how callers authenticate there: TLS and tokens, from reloading files."""
 
     address: str = option("127.0.0.1:0", "HOST:PORT to listen on; port 0 picks a free one")
-    tls_client_ca: str = file_option("PEM authorities; clients must have a certificate of theirs")
+    tls_client_ca: str = file_option("PEM authorities; clients must have a certificate of theirs", "tls_cert")
     tokens: str = file_option("file of bearer tokens, as `specwire token` makes them; clients must send one")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        encrypted = bool(self.tls_cert)
-        problem = "is of use together with --tls-cert only"
-        self._check(encrypted or not self.tls_client_ca, "tls_client_ca", problem)
-        check_plaintext("address", self.address, allowed=encrypted or self.allow_plaintext, remedy=SERVER_TLS)
+        allowed = self.tls_cert != "" or self.allow_plaintext
+        check_plaintext("address", self.address, allowed=allowed, remedy=SERVER_TLS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,9 @@ class ModelConfig(CheckedConfig):
     )
     device: str = option("cpu", "device the model runs on: cpu, cuda or cuda:N", check=check_device)
     num_threads: int = option(0, f"CPU threads for the model; {_THREADS}", check=at_least(0))
-    tensor_parallel_size: int = option(1, "devices that share the model, placed by Ray; 1 needs no Ray")
+    tensor_parallel_size: int = option(
+        1, "devices that share the model, placed by Ray; 1 needs no Ray", check=at_least(1)
+    )
     ray_address: str = option("", "Ray cluster to place them in; empty starts one on this machine")
     num_kv_tokens: int = option(
         65536, "size of each KV cache, in tokens over all sequences", check=at_least(1)

@@ -12,23 +12,19 @@ from pathlib import Path
 from specwire.config.client import HttpConfig
 from specwire.config.fields import (
     AUTO,
-    DNS,
     at_least,
     between,
     check,
     check_duration,
     check_plaintext,
     file_option,
-    parse_count,
     split_address,
-    split_addresses,
 )
 from specwire.config.flags import flag_name, option, same
 from specwire.config.models import (
     EMBEDDED,
     EMULATED,
     check_adapters,
-    check_group,
     check_inner,
     check_own,
     check_share,
@@ -44,7 +40,7 @@ from specwire.config.parts import (
 )
 from specwire.config.security.tls import TLS, Credentials
 from specwire.config.speculative import INNER_METHODS
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
+from specwire.core import MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
 
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
 NO_SEED = -1
@@ -92,7 +88,14 @@ class ModelServiceConfig(ServiceConfig, ModelConfig, EngineConfig):
         super().__post_init__()
         source, _ = named_own(self.model)
         self._check(not source, "model", f"is no model: see the verify service's flag --{source}")
-        check_group(self.tensor_parallel_size, self.ray_address, self.model, self.device)
+        is_shared = self.tensor_parallel_size > 1
+        problem = "is of use with --tensor-parallel-size over 1 only"
+        self._check(is_shared or not self.ray_address, "ray_address", problem)
+        if is_shared:
+            is_emulated = self.model.startswith(EMULATED)
+            self._check(not is_emulated, "tensor_parallel_size", f"does not apply to {self.model}")
+            problem = f"must be cpu or cuda with --tensor-parallel-size {self.tensor_parallel_size}"
+            self._check(self.device in ("cpu", "cuda"), "device", problem)
         self._check(self.num_kv_tokens >= self.page_len, "num_kv_tokens", "is less than a page")
         for name in ("kv_cache_memory", "gpu_memory_utilization"):
             self._check(0 <= getattr(self, name) < 1, name, "must lie in [0, 1)")
@@ -163,7 +166,9 @@ class DraftConfig(ModelServiceConfig):
         False,
         "learn from requests with a bearer token or a cache_salt too; drafts that are rejected show them",
     )
-    learn_out: str = option("", "directory that --learn writes the draft to at the end; empty for none")
+    learn_out: str = option(
+        "", "directory that --learn writes the draft to at the end; empty for none", needs=["learn"]
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,19 +179,13 @@ class DraftConfig(ModelServiceConfig):
         alone = not self.target_tokenizer or self.tensor_parallel_size == 1
         self._check(alone, "target_tokenizer", "is served on one device only")
         out = self.learn_out
-        self._check(self.learn or not out, "learn_out", "is of use together with --learn only")
         self._check(not out or Path(out) != Path(self.model), "learn_out", "is --model itself")
         if not self.learn:
             return
         self._check(not self.model.startswith(EMULATED), "learn", f"{self.model} has no weights")
-        for name, usual in (
-            ("tensor_parallel_size", 1),
-            ("batch_invariant", False),
-            ("target_tokenizer", ""),
-            ("inner", ""),
-            ("least_pass_ms", 0.0),
-        ):
-            self._check(getattr(self, name) == usual, name, "does not go together with --learn")
+        for name in ("tensor_parallel_size", "batch_invariant", "target_tokenizer", "inner", "least_pass_ms"):
+            is_default = getattr(self, name) == getattr(DraftConfig, name)
+            self._check(is_default, name, "does not go together with --learn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +258,13 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
     peer_ca: str = file_option(
         "PEM certificates of the authorities that draft and verify are verified against; empty for plaintext"
     )
-    peer_cert: str = file_option("PEM certificate of the coordinator, for mutual TLS with draft and verify")
-    peer_key: str = file_option("PEM private key of --peer-cert")
-    peer_server_name: str = option("", "name in the certificates of draft and verify; empty for their hosts")
+    peer_cert: str = file_option(
+        "PEM certificate of the coordinator, for mutual TLS with draft and verify", "peer_key", "peer_ca"
+    )
+    peer_key: str = file_option("PEM private key of --peer-cert", "peer_cert")
+    peer_server_name: str = option(
+        "", "name in the certificates of draft and verify; empty for their hosts", needs=["peer_ca"]
+    )
     peer_token_file: str = file_option("file with the bearer token for draft and verify")
 
     def __post_init__(self) -> None:
@@ -271,15 +274,10 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
             check(not given.model, "speculative_config", f"model={given.model!r}", problem)
         alone = self.seed == NO_SEED or self.workers == 1
         self._check(alone, "seed", "does not go together with several --workers, whose order is open")
-        self._check_pair("peer_cert", "peer_key")
-        for name in ("peer_cert", "peer_server_name"):
-            is_of_use = self.peer_ca != "" or not getattr(self, name)
-            self._check(is_of_use, name, "is of use together with --peer-ca only")
         allowed = bool(self.peer_ca) or self.allow_plaintext
-        for name in ("verify_address", "draft_address"):
-            addresses = getattr(self, name)
-            for entry in split_addresses(name, addresses) if addresses or name == "verify_address" else ():
-                check_plaintext(name, entry.removeprefix(DNS), allowed=allowed, remedy="give --peer-ca")
+        check_plaintext("verify_address", self.verify_address, allowed=allowed, remedy="give --peer-ca")
+        if self.draft_address:
+            check_plaintext("draft_address", self.draft_address, allowed=allowed, remedy="give --peer-ca")
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -298,21 +296,18 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
     @functools.cached_property
     def fixed_draft_tokens(self) -> int | None:
         """Draft tokens a round of requests that name no number; None chooses it in each round."""
-        if self.num_draft_tokens == AUTO:
-            return self.model_draft.num_speculative_tokens
-        return parse_count("num_draft_tokens", self.num_draft_tokens, MAX_NUM_DRAFT_TOKENS)
+        given = self.num_draft_tokens
+        return self.model_draft.num_speculative_tokens if given == AUTO else int(given)
 
     @functools.cached_property
     def fixed_max_depth(self) -> int | None:
         """Longest path of a tree for requests that leave it open, 0 for chains; None finds out what pays."""
-        if self.max_depth == AUTO:
-            return self.model_draft.max_depth
-        return parse_count("max_depth", self.max_depth, MAX_NUM_DRAFT_TOKENS)
+        return self.model_draft.max_depth if self.max_depth == AUTO else int(self.max_depth)
 
     @functools.cached_property
     def fixed_outcomes(self) -> int | None:
         """Outcomes to prepare for; None chooses by measured benefit."""
-        return parse_count("num_outcomes", self.num_outcomes, MAX_NUM_OUTCOMES)
+        return None if self.num_outcomes == AUTO else int(self.num_outcomes)
 
     @property
     def fixed_rule(self) -> Rule | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,20 @@ _FLAG = "speculative_config"
 _LOOKUP_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
 
 
-def _check_method(method: object, possible: Collection[str]) -> None:
-    check(method in possible, _FLAG, f"method={method!r}", f"is not one of {', '.join(OFFERED)}")
+class _Keys:
+    """Base of what a speculative config says of one method: errors name the key and its value."""
+
+    def _check(self, ok: bool, name: str, problem: str) -> None:
+        check(ok, _FLAG, f"{name}={getattr(self, name)!r}", problem)
+
+    def _check_number(self, name: str, low: int, high: int, why: str = "") -> None:
+        value = getattr(self, name)
+        is_number = type(value) is int and low <= value <= high
+        self._check(is_number, name, f"must be a whole number in [{low}, {high}]{why}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
+class SpeculativeConfig(_Keys):
     """One method of drafting from text, and its settings.
 
     Attributes:
@@ -64,23 +71,19 @@ class SpeculativeConfig:
     corpus: str = ""
 
     def __post_init__(self) -> None:
-        _check_method(self.method, METHODS)
-        least = {"prompt_lookup_max": self.prompt_lookup_min}
-        most = {"num_speculative_tokens": MAX_NUM_DRAFT_TOKENS}
-        for name in ("num_speculative_tokens", *_LOOKUP_KEYS):
-            value, low, high = getattr(self, name), least.get(name, 1), most.get(name, MAX_PROMPT_LOOKUP)
-            ok = type(value) is int and low <= value <= high
-            check(ok, _FLAG, f"{name}={value!r}", f"must be a whole number in [{low}, {high}]")
-        check(isinstance(self.corpus, str), _FLAG, f"corpus={self.corpus!r}", "is not the name of a file")
-        there = not self.corpus or Path(self.corpus).is_file()
-        check(there, _FLAG, f"corpus={self.corpus!r}", "no such file")
-        num_bytes = Path(self.corpus).stat().st_size if self.corpus else 0
-        over = f"has {num_bytes} bytes, over the limit of {MAX_CORPUS_BYTES}"
-        check(num_bytes <= MAX_CORPUS_BYTES, _FLAG, f"corpus={self.corpus!r}", over)
+        self._check_number("num_speculative_tokens", 1, MAX_NUM_DRAFT_TOKENS)
+        self._check_number("prompt_lookup_min", 1, MAX_PROMPT_LOOKUP)
+        self._check_number("prompt_lookup_max", self.prompt_lookup_min, MAX_PROMPT_LOOKUP)
+        self._check(isinstance(self.corpus, str), "corpus", "is not the name of a file")
+        if self.corpus:
+            self._check(Path(self.corpus).is_file(), "corpus", "no such file")
+            num_bytes = Path(self.corpus).stat().st_size
+            over = f"has {num_bytes} bytes, over the limit of {MAX_CORPUS_BYTES}"
+            self._check(num_bytes <= MAX_CORPUS_BYTES, "corpus", over)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDraftConfig:
+class ModelDraftConfig(_Keys):
     """How the draft model drafts, for requests that do not say.
 
     Attributes:
@@ -101,29 +104,25 @@ class ModelDraftConfig:
 
     def __post_init__(self) -> None:
         for name, low in (("num_speculative_tokens", 1), ("max_depth", 0)):
-            value = getattr(self, name)
-            ok = value is None or (type(value) is int and low <= value <= MAX_NUM_DRAFT_TOKENS)
-            problem = f"must be a whole number in [{low}, {MAX_NUM_DRAFT_TOKENS}]"
-            check(ok, _FLAG, f"{name}={value!r}", problem)
-        given = self.use_heterogeneous_vocab
-        check(isinstance(given, bool), _FLAG, f"use_heterogeneous_vocab={given!r}", "must be true or false")
-        self._check_selection()
+            if getattr(self, name) is not None:
+                self._check_number(name, low, MAX_NUM_DRAFT_TOKENS)
+        is_switch = isinstance(self.use_heterogeneous_vocab, bool)
+        self._check(is_switch, "use_heterogeneous_vocab", "must be true or false")
+        self._check(self.selection in ("", KSEQ), "selection", f"is not {KSEQ}")
+        if self.selection:
+            self._check_selection()
+        else:
+            is_default = self.num_chains == ModelDraftConfig.num_chains
+            self._check(is_default, "num_chains", f"is of selection {KSEQ} only")
 
     def _check_selection(self) -> None:
-        name, num_chains = f"selection={self.selection!r}", self.num_chains
-        check(self.selection in ("", KSEQ), _FLAG, name, f"is not {KSEQ}")
-        if not self.selection:
-            is_default = num_chains == ModelDraftConfig.num_chains
-            check(is_default, _FLAG, f"num_chains={num_chains!r}", f"is of selection {KSEQ} only")
-            return
         most = MAX_TREE_NODES // (self.num_speculative_tokens or 1)
-        ok = type(num_chains) is int and 1 <= num_chains <= most
-        problem = f"must be a whole number in [1, {most}]: {MAX_TREE_NODES} draft tokens a round at most"
-        check(ok, _FLAG, f"num_chains={num_chains!r}", problem)
-        check(self.method == DRAFT_MODEL, _FLAG, name, f"is of method {DRAFT_MODEL} only")
-        check(not self.max_depth, _FLAG, name, "does not combine with max_depth: its chains are no tree")
+        self._check_number("num_chains", 1, most, f": {MAX_TREE_NODES} draft tokens a round at most")
+        name = "selection"
+        self._check(self.method == DRAFT_MODEL, name, f"is of method {DRAFT_MODEL} only")
+        self._check(not self.max_depth, name, "does not combine with max_depth: its chains are no tree")
         problem = "does not combine with use_heterogeneous_vocab"
-        check(not self.use_heterogeneous_vocab, _FLAG, name, problem)
+        self._check(not self.use_heterogeneous_vocab, name, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +140,13 @@ class OwnDraftConfig(ModelDraftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        method, model = self.method, self.model
-        check(isinstance(model, str), _FLAG, f"model={model!r}", "is not a text")
-        own = OWN_METHODS[self.source]
-        check(own.argument != "" or not model, _FLAG, f"model={model!r}", f"method {method} needs none")
+        method, own = self.method, OWN_METHODS[self.source]
+        self._check(isinstance(self.model, str), "model", "is not a text")
+        self._check(own.argument != "" or not self.model, "model", f"method {method} needs none")
         problem = f"does not combine with method {method}, which drafts chains"
-        check(own.has_trees or not self.max_depth, _FLAG, f"max_depth={self.max_depth!r}", problem)
-        name = f"use_heterogeneous_vocab={self.use_heterogeneous_vocab!r}"
+        self._check(own.has_trees or not self.max_depth, "max_depth", problem)
         problem = f"does not combine with method {method}, which has the target's vocabulary"
-        check(not self.use_heterogeneous_vocab, _FLAG, name, problem)
+        self._check(not self.use_heterogeneous_vocab, "use_heterogeneous_vocab", problem)
 
     @property
     def source(self) -> str:
@@ -171,7 +168,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig 
         given = None
     check(isinstance(given, dict), _FLAG, text, "is not a JSON object")
     method = given.get("method", NGRAM)
-    _check_method(method, OFFERED)
+    check(method in OFFERED, _FLAG, f"method={method!r}", f"is not one of {', '.join(OFFERED)}")
     known = ["method", "num_speculative_tokens", *(["corpus"] if method in COUNTS else _LOOKUP_KEYS)]
     if method in _CONFIGS:
         known = [field.name for field in fields(_CONFIGS[method])]

@@ -6,9 +6,10 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from specwire.config.client import HttpConfig
 from specwire.config.fields import (
@@ -24,13 +25,11 @@ from specwire.config.fields import (
     one_of,
     split_address,
 )
-from specwire.config.flags import Config, known_variables, option, read_config, same, settings_of
+from specwire.config.flags import Config, flag_name, known_variables, option, read_config, same, settings_of
 from specwire.config.models import (
     EMBEDDED,
     EMULATED,
     NO_DRAFT,
-    check_adapters,
-    check_group,
     check_inner,
     check_model,
     check_own,
@@ -50,6 +49,22 @@ IN_TARGET, IN_SERVICE = "target", "service"
 UP_METRICS_HELP = "HOST:PORT of the coordinator's /metrics; draft, verify and the front take the next ports"
 _LOCAL = "127.0.0.1:0"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class NamedDrafts(NamedTuple):
+    """What `draft` names, and `speculative_config` for the target.
+
+    Attributes:
+        text: a method of drafting from text; empty for none.
+        own: what the target drafts with by itself, without a draft model.
+        inner: what guesses the tokens of the model; empty for nothing.
+        model: the draft model, or `none`.
+    """
+
+    text: str
+    own: Own
+    inner: str
+    model: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,28 +104,26 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     def __post_init__(self) -> None:
         """Refuse here what a service would only refuse seconds later, and under another flag's name."""
         super().__post_init__()
-        implied = self.draft.partition(",")[0]
-        agrees = implied not in METHODS or self.speculation is None or self.speculation.method == implied
+        implied, _, inner, model = self.named
+        agrees = not implied or self.speculation is None or self.speculation.method == implied
         self._check(agrees, "draft", "names another method than --speculative-config")
         self._check_own()
         if ABOVE in self.draft:
-            check_inner("draft", self.inner, self.draft_model, 1)
+            check_inner("draft", inner, model, 1)
             problem = 'does not combine with "use_heterogeneous_vocab"'
             self._check(not self.target_tokenizer, "draft", problem)
-        if self.draft_model != NO_DRAFT:
-            check_model("draft", self.draft_model, (NO_DRAFT, *METHODS, *OWN))
-            fits = self.draft_model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer
-            self._check(bool(fits), "draft", f"does not fit --target {self.target}; name a draft, or none")
+        if model != NO_DRAFT:
+            check_model("draft", model, (NO_DRAFT, *METHODS, *OWN))
+            fits = model != EMBEDDED or self.target == EMBEDDED or self.target_tokenizer != ""
+            self._check(fits, "draft", f"does not fit --target {self.target}; name a draft, or none")
         if self.draft_learn:
             name, problem = "draft_learn", "does not go together with another vocabulary"
-            self._check(self.draft_model != NO_DRAFT, name, f"--draft {self.draft} is no model")
-            self._check(not self.draft_model.startswith(EMULATED), name, "it has no weights")
+            self._check(model != NO_DRAFT, name, f"--draft {self.draft} is no model")
+            self._check(not model.startswith(EMULATED), name, "it has no weights")
             self._check(not self.target_tokenizer, name, problem)
         if self.draft_placement == IN_TARGET and (needs := self._needs_service):
             name, value, why = needs
             check(False, name, value, f"{why}: --draft-placement {IN_TARGET} does not go together with it")
-        check_group(self.tensor_parallel_size, self.ray_address, self.target, self.device)
-        check_adapters(self.lora_modules, self.target, self.tensor_parallel_size)
         placed = self.replicas == 1 or self.tensor_parallel_size == 1 or self.ray_address != ""
         self._check(placed, "replicas", "need --ray-address where each spans several devices")
         if self.metrics_address:
@@ -118,11 +131,13 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             num_ports = len(self.metrics_addresses)
             problem = f"leaves no room for {num_ports - 1} more ports"
             self._check(port + num_ports <= 65536, "metrics_address", problem)
+        self.verify()
+        self.draft_service()
 
     @property
     def _needs_service(self) -> tuple[str, object, str] | None:
         """What the draft model cannot do in the target's process: flag, value and why; None for nothing."""
-        draft, model, selection = self.draft, self.draft_model, self.model_draft.selection
+        draft, model, selection = self.draft, self.named.model, self.model_draft.selection
         device, draft_device = (
             "cuda:0" if each == "cuda" else each for each in (self.device, self.draft_device)
         )
@@ -142,11 +157,10 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
             (self.target_tokenizer != "", "speculative_config", "has to translate"),
         )
         key = f"selection={selection!r}" if selection else "use_heterogeneous_vocab"
-        found = next(((name, why) for holds, name, why in asked if holds), None)
-        if found is None:
-            return None
-        name, why = found
-        return name, key if name == "speculative_config" else getattr(self, name), why
+        for holds, name, why in asked:
+            if holds:
+                return name, key if name == "speculative_config" else getattr(self, name), why
+        return None
 
     @property
     def draft_in_target(self) -> bool:
@@ -157,12 +171,10 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
 
     def _check_own(self) -> None:
         """Refuse what does not go together with a target that drafts for itself."""
-        draft, own, given = self.draft, self._named_own, self.own_draft
-        lacking = OWN_METHODS.get(OWN.get(draft, ""))
-        takes = lacking.argument if lacking else ""
-        self._check(not takes, "draft", f"needs more: {OWN.get(draft)}:{takes}")
-        others = [*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]]
-        for other in others:
+        draft, own, given = self.draft, self.named.own, self.own_draft
+        if lacking := OWN_METHODS.get(OWN.get(draft, "")):
+            self._check(not lacking.argument, "draft", f"needs more: {OWN[draft]}:{lacking.argument}")
+        for other in (*draft.partition(",")[2].split(ABOVE), *draft.split(ABOVE)[1:]):
             is_own = other in OWN or named_own(other).source != ""
             self._check(not is_own, "draft", f"{other} is no draft model")
         if not own.source:
@@ -192,22 +204,22 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         told |= {source: argument or True} if source else {}
         told |= {"model": self.target, "device": self.device_of(index), "num_threads": num_threads}
         told |= {"replicas": 1, "metrics_address": self.metrics_addresses[2]}
-        return self._part(VerifyConfig, environ, told, without=ListenConfig)
+        return self._part(VerifyConfig, environ, told, without=ListenConfig, aliases={"model": "target"})
 
     def draft_service(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> DraftConfig | None:
         """None where nothing needs one."""
-        if self.draft_model == NO_DRAFT or self.draft_in_target:
+        if self.named.model == NO_DRAFT or self.draft_in_target:
             return None
         told |= {field.name: getattr(self, field.name) for field in fields(ReportConfig)}
         told |= {
-            "model": self.draft_model,
+            "model": self.named.model,
             "target_tokenizer": self.target_tokenizer,
-            "inner": self.inner,
+            "inner": self.named.inner,
             "num_kv_tokens": self.num_kv_tokens,
             "prefix_sharing": self.prefix_sharing,
             "metrics_address": self.metrics_addresses[1],
         }
-        return self._part(DraftConfig, environ, told, prefix="draft_")
+        return self._part(DraftConfig, environ, told, prefix="draft_", aliases={"model": "draft"})
 
     def coordinator(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> CoordinatorConfig:
         """Of the coordinator, but for the addresses of the others, which are not known before they serve."""
@@ -229,6 +241,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         *,
         prefix: str = "",
         without: type[Any] | None = None,
+        aliases: Mapping[str, str] = _NOTHING,
     ) -> Config:
         """The config of a service: what it is told, then fields that this one has under the same names, then
         variables that set neither these nor a flag of `up`, where `SPECWIRE_ADDRESS` is the coordinator's.
@@ -236,6 +249,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         Args:
             prefix: of the names here.
             without: a config whose fields are not taken from here.
+            aliases: of fields, for errors.
         """
         ours = {field.name for field in fields(self)}
         others = {field.name for field in fields(without)} if without else set()
@@ -243,7 +257,8 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         values = {name: getattr(self, prefix + name) for name in names if prefix + name in ours}
         known = known_variables([UpConfig, type(self)])
         left = {name: value for name, value in environ.items() if name not in known}
-        return read_config(kind, Namespace(**values | told), left)
+        given = {name: flag_name(alias) for name, alias in aliases.items()}
+        return read_config(kind, Namespace(**values | told, given=given), left)
 
     @property
     def metrics_addresses(self) -> list[str]:
@@ -252,36 +267,23 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         num_ports = 2 + self.replicas + bool(self.http_address)
         return [next_address("metrics_address", self.metrics_address, n) for n in range(num_ports)]
 
+    @cached_property
+    def named(self) -> NamedDrafts:
+        """What drafts."""
+        first, comma, rest = self.draft.partition(",")
+        text = first if first in METHODS else ""
+        own, given = named_own(self.draft), self.own_draft
+        if not own.source and given:
+            own = Own(given.source, given.model)
+        if own.source or (text and not comma):
+            return NamedDrafts(text, own, "", NO_DRAFT)
+        inner, _, model = (rest if text else self.draft).rpartition(ABOVE)
+        return NamedDrafts(text, own, inner, model)
+
     @property
     def own(self) -> Own:
         """What the target drafts with by itself, a draft model in its process included."""
-        return Own(DRAFT_MODEL, self.draft_model) if self.draft_in_target else self._named_own
-
-    @property
-    def _named_own(self) -> Own:
-        """What the target drafts with by itself, without a draft model."""
-        named, given = named_own(self.draft), self.own_draft
-        return named if named.source or not given else Own(given.source, given.model)
-
-    @property
-    def draft_model(self) -> str:
-        """The draft model that `draft` names, or `none`."""
-        return self._of_service[1]
-
-    @property
-    def inner(self) -> str:
-        """`inner` of the draft service."""
-        return self._of_service[0]
-
-    @property
-    def _of_service(self) -> tuple[str, str]:
-        """What `draft` names besides a method of drafting from text: the inner drafter and the model."""
-        first, comma, rest = self.draft.partition(",")
-        if self._named_own.source or (first in METHODS and not comma):
-            return "", NO_DRAFT
-        draft = rest if first in METHODS else self.draft
-        inner, above, model = draft.partition(ABOVE)
-        return (inner, model) if above else ("", draft)
+        return Own(DRAFT_MODEL, self.named.model) if self.draft_in_target else self.named.own
 
     @property
     def target_tokenizer(self) -> str:
@@ -291,12 +293,11 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
     @property
     def coordinator_speculation(self) -> str:
         """`speculative_config` of the coordinator, which `draft` may imply."""
-        source, method = self._named_own.source, self.draft.partition(",")[0]
+        text, (source, _), *_ = self.named
         if source:
             given = json.loads(self.speculative_config or "{}")
             return json.dumps({"method": source} | {name: given[name] for name in given if name != "model"})
-        implied = json.dumps({"method": method}) if method in METHODS else ""
-        return self.speculative_config or implied
+        return self.speculative_config or (json.dumps({"method": text}) if text else "")
 
 
 def _has_encoder(source: str) -> bool:
@@ -338,11 +339,11 @@ class LiveConfig(StackConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(LiveConfig):
+class DemoConfig(StackConfig):
     """`specwire demo`: a target as slow as a large one, and the rule whose text is fixed by the seed."""
 
-    draft_placement: str = same(StackConfig, "draft_placement")
-    num_draft_tokens: str = same(StackConfig, "num_draft_tokens")
+    address: str = same(StackConfig, "address", "127.0.0.1:0")
+    log_level: str = same(StackConfig, "log_level", "warning")
     least_pass_ms: float = same(StackConfig, "least_pass_ms", 30.0)
     rule: str = same(StackConfig, "rule", Rule.GUMBEL.value)
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specwire import AsyncClient, Completion, ConfigError, SamplingParams
 from specwire.cli.process import Service
 from specwire.config.fields import next_address
-from specwire.config.preflight.machine import check_addresses
+from specwire.config.preflight.plan import check_addresses
 from tests.support.fleet import START_S, Fleet
 from tests.support.processes import gone, wait_until
 

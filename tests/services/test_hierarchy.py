@@ -375,6 +375,6 @@ class TestRefusals:
 
 def test_up_passes_it_on() -> None:
     config = UpConfig(draft="suffix,ngram>embedded")
-    assert (config.draft_model, config.inner) == ("embedded", "ngram")
+    assert (config.named.model, config.named.inner) == ("embedded", "ngram")
     assert "suffix" in config.coordinator_speculation
-    assert UpConfig(draft="embedded").inner == ""
+    assert UpConfig(draft="embedded").named.inner == ""

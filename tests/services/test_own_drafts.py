@@ -326,7 +326,7 @@ def test_what_is_passed_on(source: str, method: str, value: str, tmp_path: Path)
         UpConfig(speculative_config=in_full),
         UpConfig(draft="none", speculative_config=in_full),
     ):
-        assert (config.draft_model, config.own) == ("none", (source, value))
+        assert (config.named.model, config.own) == ("none", (source, value))
         coordinator = CoordinatorConfig(speculative_config=config.coordinator_speculation)
         assert coordinator.own_draft is not None
         assert coordinator.own_draft.source == source
@@ -344,7 +344,7 @@ def test_published_drafters_are_recognised(source: str, layout: str, tmp_path: P
     save_drafter = save_published if source == "dflash" else save_eagle3
     saved = str(save_drafter(tmp_path / "drafter", layout))
     config = UpConfig(draft=saved)
-    assert (config.draft_model, config.own) == ("none", (source, saved))
+    assert (config.named.model, config.own) == ("none", (source, saved))
     own = CoordinatorConfig(speculative_config=config.coordinator_speculation).own_draft
     assert own is not None
     assert own.source == source

@@ -192,13 +192,13 @@ class TestServe:
         return ServeConfig(**{"target": "embedded"} | options)
 
     def test_what_drafts_by_default(self) -> None:
-        assert self.serve().draft_model == "embedded"
+        assert self.serve().named.model == "embedded"
         other = self.serve(target="org/model")
-        assert (other.draft_model, other.coordinator_speculation) == ("none", '{"method": "ngram"}')
+        assert (other.named.model, other.coordinator_speculation) == ("none", '{"method": "ngram"}')
         assert about_draft(other) == "draft ngram, the default; --draft none serves the target alone"
         assert about_draft(self.serve(draft="suffix")) == "draft suffix"
         alone = self.serve(draft="none")
-        assert (alone.draft_model, alone.coordinator_speculation) == ("none", "")
+        assert (alone.named.model, alone.coordinator_speculation) == ("none", "")
         assert about_draft(alone) == "draft none: the target alone, served plainly"
         given = self.serve(target="org/model", speculative_config='{"method": "suffix"}')
         assert given.coordinator_speculation == '{"method": "suffix"}'
@@ -488,7 +488,7 @@ class TestSpeculativeConfig:
     )
     def test_the_short_form(self, draft: str, model: str, drafts_from_text: bool) -> None:
         config = UpConfig(draft=draft)
-        assert config.draft_model == model
+        assert config.named.model == model
         implied = CoordinatorConfig(speculative_config=config.coordinator_speculation).text_draft
         assert implied == (SpeculativeConfig(method=draft.partition(",")[0]) if drafts_from_text else None)
 

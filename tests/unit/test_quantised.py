@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specwire.config import extras
-from specwire.config.preflight.models import Files, Model, check
+from specwire.config.preflight.models import Model, check
 from specwire.errors import ConfigError
 
 
@@ -30,8 +29,8 @@ def test_what_is_missing_is_named(
     wanted: Any, installed: str, on_cuda: bool, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "is_installed", installed.split().__contains__)
-    model = Model(name="draft", source="org/model", device="cuda" if on_cuda else "cpu")
-    files = Files(model, Path(), {"quantization_config": wanted})
+    device, config = "cuda" if on_cuda else "cpu", {"quantization_config": wanted}
+    model = Model(name="draft", source="org/model", device=device, config=config)
     refused = pytest.raises(ConfigError, match=f"^--draft org/model: .*{missing}")
     with refused if missing else contextlib.nullcontext():
-        check(files)
+        check(model)

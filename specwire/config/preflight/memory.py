@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from specwire.config import cuda
 from specwire.config.cpu import default_dtype
 from specwire.config.models import EMBEDDED
-from specwire.config.preflight.models import Files, Model, text_config
+from specwire.config.preflight.models import Model, text_config
 from specwire.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -41,51 +41,48 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _Footprint:
-    """What a model takes on a device, once or several times.
+    """What a model takes on a device, as often as it is there.
 
     Attributes:
         weights, kv_cache: bytes; of the cache 0 if that is not known, or where it takes what is left.
         dtype: format of the weights.
-        count: how often it is there.
     """
 
     model: Model
     weights: int
     kv_cache: int
     dtype: str
-    count: int
 
 
-def check(models: Sequence[Files]) -> None:
+def check(models: Sequence[Model]) -> None:
     """Refuse what does not fit beside each other, and a file that is cut short. ConfigError names the flag,
     what it needs and what there is."""
     by_device: dict[str, list[_Footprint]] = defaultdict(list)
-    for files in models:
-        if load := _footprint(files):
-            by_device["cuda:0" if files.model.device == "cuda" else files.model.device].append(load)
+    for model in models:
+        if load := _footprint(model):
+            by_device["cuda:0" if model.device == "cuda" else model.device].append(load)
     for device, there in by_device.items():
         num_bytes = free_host_bytes() if device == "cpu" else cuda.total_bytes(device)
         if num_bytes:
             _check_device(device, there, num_bytes)
 
 
-def _footprint(files: Files) -> _Footprint | None:
+def _footprint(model: Model) -> _Footprint | None:
     """None if its files do not say. Errors as of `check`."""
-    model = files.model
     tensors = [
-        each for path in sorted(files.directory.glob("*.safetensors")) for each in _tensors(files, path)
+        each for path in sorted(model.directory.glob("*.safetensors")) for each in _tensors(model, path)
     ]
     named = [
         str(part.get("dtype") or part.get("torch_dtype"))
-        for part in (text_config(files.config), files.config)
+        for part in (text_config(model.config), model.config)
     ]
     if not tensors:  # files without headers are taken for tensors of the config's dtype, if it names one
         stored = next((name for name, known in _FORMATS.items() if known == named[1]), "")
-        sizes = [path.stat().st_size for path in files.directory.glob("pytorch_model*.bin")]
+        sizes = [path.stat().st_size for path in model.directory.glob("pytorch_model*.bin")]
         tensors = [_Tensor(stored, size // _WIDTHS.get(named[1], 1), size) for size in sizes]
     if not tensors:
         return None
-    is_quantised = "quantization_config" in files.config
+    is_quantised = "quantization_config" in model.config
     dtype = model.dtype
     if dtype == "auto":
         largest = _FORMATS.get(max(tensors, key=lambda each: each.num_bytes).dtype, "bfloat16")
@@ -94,13 +91,13 @@ def _footprint(files: Files) -> _Footprint | None:
             dtype = default_dtype(dtype, model.device)
         if model.source == EMBEDDED and not model.on_cuda:
             dtype = "float32"
-    width, count = _WIDTHS[dtype], 1 if model.on_cuda else model.num_devices
+    width = _WIDTHS[dtype]
     weights = sum(
         each.num_values * width if each.dtype in _FORMATS and not is_quantised else each.num_bytes
         for each in tensors
     )
-    kv_cache = _kv_values_per_token(files.config) * width * model.num_kv_tokens
-    return _Footprint(model, weights * count, kv_cache * count, dtype, count)
+    kv_cache = _kv_values_per_token(model.config) * width * model.num_kv_tokens
+    return _Footprint(model, weights * model.count, kv_cache * model.count, dtype)
 
 
 def _check_device(device: str, loads: Sequence[_Footprint], num_bytes: int) -> None:
@@ -108,7 +105,7 @@ def _check_device(device: str, loads: Sequence[_Footprint], num_bytes: int) -> N
     there = f"{gigabytes(num_bytes)} of memory {'is free' if device == 'cpu' else f'has {device}'}"
     if weights > num_bytes:
         load = max(loads, key=lambda each: each.weights)
-        times = f"{load.count} times " if load.count > 1 else ""
+        times = f"{load.model.count} times " if load.model.count > 1 else ""
         raise ConfigError(
             f"{load.model.given}: {times}its weights take "
             f"{gigabytes(load.weights)} in {load.dtype}, and {there}; "
@@ -150,9 +147,9 @@ def _first(config: dict[str, Any], *names: str) -> int:
     return int(next(config[name] for name in names if name in config))
 
 
-def _tensors(files: Files, path: Path) -> Iterator[_Tensor]:
+def _tensors(model: Model, path: Path) -> Iterator[_Tensor]:
     """The tensors of a safetensors file. Errors as of `check`."""
-    what = f"{files.model.given}: {path.name}"
+    what = f"{model.given}: {path.name}"
     num_there = path.stat().st_size
     with path.open("rb") as file:
         try:

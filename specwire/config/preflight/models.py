@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Model:
         num_kv_tokens: 0 where the cache takes what is left.
         max_model_len: 0 for the model's own context.
         config_file: its config's name.
+        directory, config: of its files, and what its config says; set by `find`.
     """
 
     name: str
@@ -59,6 +60,8 @@ class Model:
     num_kv_tokens: int = 0
     max_model_len: int = 0
     config_file: str = _CONFIG
+    directory: Path = field(default=Path(), compare=False)
+    config: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def given(self) -> str:
@@ -70,31 +73,27 @@ class Model:
         """Whether its device is no CPU."""
         return self.device != "cpu"
 
-
-@dataclass(frozen=True)
-class Files:
-    """A model, the directory of its files, and what its `config.json` says."""
-
-    model: Model
-    directory: Path
-    config: dict[str, Any]
+    @property
+    def count(self) -> int:
+        """How often it is in the memory of its device."""
+        return 1 if self.on_cuda else self.num_devices
 
 
-def check(files: Files) -> None:
+def check(model: Model) -> None:
     """Refuse quantised weights that transformers could not read or ranks not share, and a length over the
     model's context, as far as its `config.json` says. ConfigError says what to do."""
-    wanted, asked = files.config.get("quantization_config"), files.model.max_model_len
-    if found := missing_for(wanted, on_cuda=files.model.on_cuda):
-        raise ConfigError(f"{files.model.given}: {found}")
-    if files.model.num_ranks > 1 and (reason := unshared_reason(wanted)):
-        raise ConfigError(f"--tensor-parallel-size {files.model.num_ranks}: {files.model.given}: {reason}")
-    most = context_len(text_config(files.config).get)
+    wanted, asked = model.config.get("quantization_config"), model.max_model_len
+    if found := missing_for(wanted, on_cuda=model.on_cuda):
+        raise ConfigError(f"{model.given}: {found}")
+    if model.num_ranks > 1 and (reason := unshared_reason(wanted)):
+        raise ConfigError(f"--tensor-parallel-size {model.num_ranks}: {model.given}: {reason}")
+    most = context_len(text_config(model.config).get)
     if most is not None and asked > most:
-        raise ConfigError(f"--max-model-len {asked}: {files.model.given} has a context of {most} tokens")
+        raise ConfigError(f"--max-model-len {asked}: {model.given} has a context of {most} tokens")
 
 
-def find(model: Model) -> Files | None:
-    """The files of a model: embedded, in a directory, or on the hub.
+def find(model: Model) -> Model | None:
+    """The model with its files: embedded, in a directory, or on the hub.
 
     None where there are none yet: the device is emulated, or the hub has the model and the cache has not.
     ConfigError names the flag, the source and what to do.
@@ -108,7 +107,9 @@ def find(model: Model) -> Files | None:
         directory = Path(source)
     else:
         directory = _cached(model, _CONFIG)
-    return None if directory is None else Files(model, directory, _read_config(model, directory))
+    if directory is None:
+        return None
+    return replace(model, directory=directory, config=_read_config(model, directory))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -150,16 +151,14 @@ def _rope_settings(parameters: Any) -> list[dict[str, Any]]:
     return [value for value in parameters.values() if isinstance(value, dict)]
 
 
-def check_tokenizer(model: Model) -> None:
-    """Refuse a tokenizer that is neither in a directory nor on the hub. Errors as of `find`."""
-    source = model.source
-    if source != EMBEDDED and not source.startswith(EMULATED) and not Path(source).is_dir():
-        _cached(model, _TOKENIZER_CONFIG)
+def check_tokenizer(name: str, source: str) -> None:
+    """Refuse a given tokenizer that is neither in a directory nor on the hub. Errors as of `find`."""
+    if source not in ("", EMBEDDED) and not source.startswith(EMULATED) and not Path(source).is_dir():
+        _cached(Model(name=name, source=source), _TOKENIZER_CONFIG)
 
 
 def _read_config(model: Model, directory: Path) -> dict[str, Any]:
-    what = model.given
-    file = model.config_file
+    what, file = model.given, model.config_file
     path = directory / file
     if not path.is_file():
         other = ", or a hub id" if file == _CONFIG else ""
@@ -208,29 +207,27 @@ def _problem(source: str, file: str) -> str:
     """Why a file cannot be taken from the hub; empty if it can."""
     from huggingface_hub import constants
 
-    answers: list[tuple[int, str] | Exception] = []
+    answers: list[str] = []
     asking = threading.Thread(target=lambda: answers.append(_ask(source, file)), daemon=True)
     asking.start()
     asking.join(_HUB_TIMEOUT_S)  # the HTTP library's own timeout does not bound the look-up of the name
-    answer = answers[0] if answers else TimeoutError(f"no answer within {_HUB_TIMEOUT_S:g} s")
-    if isinstance(answer, Exception):
-        return f"{constants.ENDPOINT} cannot be reached ({answer})"
-    status, code = answer
-    if status == 404:
-        if code != "EntryNotFound":  # the hub's own code
-            return "there is no such model"
-        return f"the model has no {file}" if file == _CONFIG else ""  # some tokenizers have no config
-    return _REFUSED.get(status, f"{constants.ENDPOINT} answers with status {status}" if status >= 400 else "")
+    late = f"{constants.ENDPOINT} cannot be reached (no answer within {_HUB_TIMEOUT_S:g} s)"
+    return answers[0] if answers else late
 
 
-def _ask(source: str, file: str) -> tuple[int, str] | Exception:
-    """The hub's status for a file, and the code of its error; or why it cannot be reached."""
-    from huggingface_hub import get_session, get_token, hf_hub_url
+def _ask(source: str, file: str) -> str:
+    """As `_problem`, without a limit on the time."""
+    from huggingface_hub import constants, get_session, get_token, hf_hub_url
 
     token = get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         answer = get_session().head(hf_hub_url(source, file), headers=headers, timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # of the HTTP library, which is the hub's choice
-        return error
-    return answer.status_code, answer.headers.get("x-error-code", "")
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    status = answer.status_code
+    if status == 404:
+        if answer.headers.get("x-error-code") != "EntryNotFound":
+            return "there is no such model"
+        return f"the model has no {file}" if file == _CONFIG else ""  # some tokenizers have no config
+    return _REFUSED.get(status, f"{constants.ENDPOINT} answers with status {status}" if status >= 400 else "")
