@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import secrets
 import select
-import selectors
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -115,18 +114,19 @@ class DriverConnections:
 class _Handshakes:
     """Accepts connections, and keeps those that send the token; others are closed.
 
-    Runs on a thread of its own and reads all connections concurrently. Ranks connect long before the driver
+    An event loop on a thread of its own reads all of them concurrently. Ranks connect long before the driver
     waits for them, and connections that send nothing must neither delay them nor fill the backlog.
     """
 
     def __init__(self, listening: socket.socket, token: bytes) -> None:
         listening.setblocking(False)
         self._listening, self._token = listening, token
-        self._pending: dict[socket.socket, tuple[float, bytearray]] = {}  # oldest first, with deadlines
         self._ranks: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
         self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="group-greetings", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._accept_all()), name="group-greetings", daemon=True
+        )
         self._thread.start()
 
     def wait(self, num_ranks: int, timeout_s: float) -> list[socket.socket]:
@@ -155,63 +155,46 @@ class _Handshakes:
             self._changed.notify_all()
         _shut_down([self._listening])  # this ends the thread
         self._thread.join()
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listening:
-            selector.register(self._listening, selectors.EVENT_READ)
-            while not self._has_ended:
-                for key, _ in selector.select(self._remaining_s()):
-                    if key.fileobj is self._listening:
-                        self._accept(selector)
-                    else:
-                        self._read(selector, cast(socket.socket, key.fileobj))
-                while self._remaining_s() == 0:
-                    self._drop(selector, next(iter(self._pending)))
-        for connection in (*self._pending, *self._ranks.values()):
+        for connection in self._ranks.values():
             connection.close()
 
-    def _remaining_s(self) -> float | None:
-        """Time until the oldest pending connection expires; None without one."""
-        first_s = next((deadline_s for deadline_s, _ in self._pending.values()), None)
-        return None if first_s is None else max(0.0, first_s - time.monotonic())
+    async def _accept_all(self) -> None:
+        loop, greetings = asyncio.get_running_loop(), dict[asyncio.Task[None], None]()  # oldest first
+        with self._listening:
+            while not self._has_ended:
+                try:
+                    connection, _ = await loop.sock_accept(self._listening)
+                except OSError:  # it was shut down, the peer is gone, or there is no free descriptor
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                connection.setblocking(False)
+                if len(greetings) >= _MAX_UNAUTHENTICATED:
+                    oldest = next(iter(greetings))
+                    del greetings[oldest]
+                    oldest.cancel()
+                greeting = loop.create_task(self._greet(connection))
+                greetings[greeting] = None
+                greeting.add_done_callback(lambda done: greetings.pop(done, None))
+                await asyncio.sleep(0)  # it begins; accepting a backlog would leave the others no turn
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listening.accept()
-        except OSError:  # the peer is gone, or there is no free descriptor
-            time.sleep(_PAUSE_S)
-            return
-        connection.setblocking(False)
-        if len(self._pending) >= _MAX_UNAUTHENTICATED:
-            self._drop(selector, next(iter(self._pending)))
-        self._pending[connection] = time.monotonic() + _HANDSHAKE_S, bytearray()
-        selector.register(connection, selectors.EVENT_READ)
-
-    def _read(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        _, data = self._pending[connection]
-        try:
-            more = connection.recv(_HANDSHAKE.size - len(data))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        data += more
-        if more and len(data) < _HANDSHAKE.size:
-            return
-        token, rank = _HANDSHAKE.unpack(data) if more else (b"", 0)
-        if not hmac.compare_digest(token, self._token):
-            self._drop(selector, connection)
-            return
-        selector.unregister(connection)
-        del self._pending[connection]
-        with self._changed:
-            self._ranks[rank] = connection
-            self._changed.notify_all()
-
-    def _drop(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        selector.unregister(connection)
-        del self._pending[connection]
-        connection.close()
+    async def _greet(self, connection: socket.socket) -> None:
+        """Keep the connection if it sends the token in time, else close it."""
+        loop, data = asyncio.get_running_loop(), b""
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    while missing := _HANDSHAKE.size - len(data):
+                        more = await loop.sock_recv(connection, missing)
+                        if not more:
+                            return
+                        data += more
+                token, rank = _HANDSHAKE.unpack(data)
+                if hmac.compare_digest(token, self._token):
+                    stack.pop_all()
+                    with self._changed:
+                        self._ranks[rank] = connection
+                        self._changed.notify_all()
 
 
 class RankConnection:
