@@ -328,8 +328,9 @@ class Packer:
         """
         feeds = Feeds.of(feeds)
         lengths = [cache.length for cache in feeds.caches]
+        token_ids = self._checked(feeds, lengths)
         try:
-            yield self._pack(feeds, lengths, self._checked(feeds, lengths))
+            yield self._pack(feeds, lengths, token_ids)
         except BaseException:
             for cache, length in zip(feeds.caches, lengths, strict=True):
                 cache.truncate(length)
@@ -337,56 +338,37 @@ class Packer:
 
     def _checked(self, feeds: Feeds, lengths: Sequence[int]) -> IntArray:
         """The tokens of all feeds, int64 [num_tokens], once they are found to be in order."""
-        caches, num_query, limit = feeds.caches, feeds.num_query, self._context_len
+        caches, num_query = feeds.caches, feeds.num_query
         if any(cache.pool is not self.pool for cache in caches):
             raise InvalidRequestError("cache", caches, "one belongs to another runner")
         if len(set(caches)) != len(caches):
             raise InvalidRequestError("feeds", len(feeds), "name one sequence twice")
+        if min(num_query) == 0:
+            raise InvalidRequestError("token_ids", [], "must be a non-empty list of tokens")
         token_ids = np.fromiter(chain.from_iterable(feeds.token_ids), np.int64, sum(num_query))
-        is_plain = (
-            min(num_query) > 0
-            and min(feeds.num_rows) >= 0
-            and all(map(operator.le, feeds.num_rows, num_query))
-            and not any(feeds.trees)
-            and not any(feeds.encoder_lens)
-            and (limit is None or max(map(operator.add, lengths, num_query)) <= limit)
-            and token_ids.min() >= 0
-            and token_ids.max() < self._num_embeddings
-        )
-        if not is_plain:
-            for feed in feeds:
-                self._check(feed)
+        if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
+            raise InvalidRequestError("token_ids", token_ids, f"must lie in [0, {self._num_embeddings})")
+        num_own = num_query
+        if any(feeds.encoder_lens):
+            num_own = [*map(operator.sub, num_query, _num_read(feeds.encoder_lens, lengths))]
+            if min(num_own) < 1:
+                raise InvalidRequestError("token_ids", num_query, "must be over the input of an encoder")
+        if min(feeds.num_rows) < 0 or any(map(operator.gt, feeds.num_rows, num_own)):
+            raise InvalidRequestError("num_rows", feeds.num_rows, f"must lie in [0, {num_own}]")
+        if any(feeds.trees):
+            self._check_trees(feeds, lengths)
         return token_ids
 
-    def _check(self, feed: Feed) -> None:
-        num_query = len(feed.token_ids)
-        if feed.tree is not None and (self._batch_invariant or self.pool.keeps_states):
+    def _check_trees(self, feeds: Feeds, lengths: Sequence[int]) -> None:
+        if self._batch_invariant or self.pool.keeps_states:
             what = "--batch-invariant" if self._batch_invariant else "a model with recurrent layers"
             raise UnsupportedError("tree", "given", f"{what} runs chains only")
-        if num_query == 0:
-            raise InvalidRequestError("token_ids", feed.token_ids, "must be a non-empty list of tokens")
-        if min(feed.token_ids) < 0 or max(feed.token_ids) >= self._num_embeddings:
-            raise InvalidRequestError("token_ids", feed.token_ids, f"must lie in [0, {self._num_embeddings})")
-        num_read = 0 if feed.cache.length else feed.cache.encoder_len
-        if num_read >= num_query:
-            raise InvalidRequestError("token_ids", num_query, f"must be over the {num_read} of an input")
-        if not 0 <= feed.num_rows <= num_query - num_read:
-            raise InvalidRequestError("num_rows", feed.num_rows, f"must lie in [0, {num_query - num_read}]")
-        # Siblings share a position, so a tree may have more tokens than the context has positions.
-        tree, new_len = feed.tree, feed.cache.length + num_query
-        num_positions = new_len
-        if tree is not None and new_len > tree.start:
-            if new_len > tree.end:
-                raise InvalidRequestError("token_ids", new_len, f"beyond the tree, which ends at {tree.end}")
-            num_positions = int(tree.positions(tree.start, new_len).max()) + 1
-        num_positions -= feed.cache.encoder_len
-        if self._context_len is not None and num_positions > self._context_len:
-            raise ContextLengthError(
-                "token_ids", num_positions, f"the model's context is {self._context_len} tokens"
-            )
+        for tree, end in zip(feeds.trees, map(operator.add, lengths, feeds.num_query), strict=True):
+            if tree is not None and end > tree.end:
+                raise InvalidRequestError("token_ids", end, f"beyond the tree, which ends at {tree.end}")
 
     def _pack(self, feeds: Feeds, lengths: Sequence[int], token_ids: IntArray) -> Batch:
-        caches, num_query = feeds.caches, feeds.num_query
+        caches, num_query, encoder_lens = feeds.caches, feeds.num_query, feeds.encoder_lens
         for cache, num in zip(caches, num_query, strict=True):
             cache.append(num)
         positions, slots = slots_of(caches, lengths, num_query)
@@ -394,6 +376,11 @@ class Packer:
         trees = {i: tree for i, tree in enumerate(feeds.trees) if tree is not None and ends[i] > tree.start}
         for i, tree in trees.items():
             positions[offsets[i] : offsets[i + 1]] = tree.positions(lengths[i], ends[i])
+        if any(encoder_lens):
+            positions -= np.repeat(encoder_lens, num_query)
+        # Siblings share a position, so a tree may have more tokens than the context has positions.
+        if self._context_len is not None and (num := int(positions.max()) + 1) > self._context_len:
+            raise ContextLengthError("token_ids", num, f"the model's context is {self._context_len} tokens")
         tables = [cache.pages for cache in caches]
         segments = Segments(offsets, ends, tables, self.pool.page_size, trees)
         rows = _rows(feeds.num_rows, offsets)
@@ -403,27 +390,28 @@ class Packer:
             batch = batch._replace(adapters=np.repeat(np.array(adapters, np.int64), num_query))
         if self.pool.keeps_states:
             return batch._replace(caches=caches)
-        encoder_lens = feeds.encoder_lens
-        return _without_inputs(batch, encoder_lens, lengths, feeds.num_rows) if any(encoder_lens) else batch
+        return _without_inputs(batch, feeds, lengths) if any(encoder_lens) else batch
 
 
-def _without_inputs(
-    batch: Batch, encoder_lens: Sequence[int], lengths: Sequence[int], num_rows: Sequence[int]
-) -> Batch:
-    """The decoder's part of a batch, with what the encoder reads apart; lengths are those before the pass."""
+def _num_read(encoder_lens: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Tokens of each sequence that the encoder reads in this pass: all of its input, if it is empty."""
+    return [0 if length else num for num, length in zip(encoder_lens, lengths, strict=True)]
+
+
+def _without_inputs(batch: Batch, feeds: Feeds, lengths: Sequence[int]) -> Batch:
+    """The decoder's part of a batch, with what the encoder reads, before position 0, apart; lengths are those
+    before the pass."""
     segments = batch.segments
-    num_query = [*map(operator.sub, segments.query_offsets[1:], segments.query_offsets)]
-    num_read = [0 if length else num for num, length in zip(encoder_lens, lengths, strict=True)]
-    positions = batch.positions - np.repeat(encoder_lens, num_query)
-    own, read = positions >= 0, positions < 0
-    offsets = [0, *accumulate(map(operator.sub, num_query, num_read))]
+    num_read = _num_read(feeds.encoder_lens, lengths)
+    own, read = batch.positions >= 0, batch.positions < 0
+    offsets = [0, *accumulate(map(operator.sub, feeds.num_query, num_read))]
     lens, tables = segments.cache_lens, segments.tables
     return batch._replace(
         token_ids=batch.token_ids[own],
-        positions=positions[own],
+        positions=batch.positions[own],
         slots=batch.slots[own],
-        segments=Segments(offsets, lens, tables, segments.page_size, segments.trees, encoder_lens),
-        rows=_rows(num_rows, offsets),
+        segments=Segments(offsets, lens, tables, segments.page_size, segments.trees, feeds.encoder_lens),
+        rows=_rows(feeds.num_rows, offsets),
         inputs=EncoderInputs(batch.token_ids[read], [num for num in num_read if num], batch.slots[read]),
     )
 

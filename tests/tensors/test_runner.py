@@ -235,7 +235,7 @@ def test_a_failing_model_leaves_the_caches_as_they_were(monkeypatch: pytest.Monk
 
 
 def test_invalid_feeds_are_refused() -> None:
-    runner = _runner("llama")
+    runner = _runner("llama", num_pages=129)
     cache, foreign = runner.new_sequence(), _runner("llama").new_sequence()
     refused = [
         [Feed(cache, [])],
