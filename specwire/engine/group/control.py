@@ -60,6 +60,9 @@ class DriverConnections:
     gloo could do this, but its threads wake each other up for every message; here a message wakes up only its
     receiver. Every call raises OSError when a rank disconnects or times out.
 
+    Ranks connect long before the driver waits for them, and connections that send nothing must neither delay
+    them nor fill the backlog: until all ranks are there, an event loop on a thread of its own hears all.
+
     Args:
         host: this machine's address, as the ranks reach it.
 
@@ -68,17 +71,41 @@ class DriverConnections:
     """
 
     def __init__(self, host: str) -> None:
-        listening = _listen(host)
-        self.port: int = listening.getsockname()[1]
+        self._listening = _listen(host)
+        self._listening.setblocking(False)
+        self.port: int = self._listening.getsockname()[1]
         self.token = secrets.token_bytes(_TOKEN_BYTES)
-        self._handshakes = _Handshakes(listening, self.token)
         self._ranks: list[socket.socket] = []
         self._poll = select.poll()
         self._answer_timeout_s = 0.0
+        self._called: dict[int, socket.socket] = {}  # those of `_ranks` to be, by rank
+        self._changed = threading.Condition()
+        self._hears_no_more = False
+        self._hearing = threading.Thread(
+            target=lambda: asyncio.run(self._hear_all()), name="group-greetings", daemon=True
+        )
+        self._hearing.start()
 
     def accept(self, num_ranks: int, timeout_s: float, answer_timeout_s: float) -> None:
-        """Wait until all ranks have connected; later answers have a time limit of their own."""
-        self._ranks = self._handshakes.wait(num_ranks, timeout_s)
+        """Wait until all ranks have connected; no more are accepted then.
+
+        Args:
+            answer_timeout_s: time limit of later answers.
+
+        Raises:
+            TimeoutError: some ranks did not connect in time.
+            ConnectionError: `abort` or `close` was called.
+        """
+        numbers = range(num_ranks)
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: self._hears_no_more or self._called.keys() >= set(numbers), timeout_s
+            )
+            if self._hears_no_more or not arrived:
+                problem = f"{len(self._called)} of {num_ranks} ranks have called"
+                raise ConnectionError(problem) if arrived else TimeoutError(problem)
+            self._ranks = [self._called.pop(number) for number in numbers]
+        self._end_hearing()
         self._answer_timeout_s = answer_timeout_s
         for connection in self._ranks:
             _configure(connection)
@@ -101,67 +128,29 @@ class DriverConnections:
 
     def abort(self) -> None:
         """End all waits, now and later; from any thread."""
-        self._handshakes.end()
+        self._end_hearing()
         _shut_down(self._ranks)
 
     def close(self) -> None:
         """Close the connections; no thread may be waiting."""
-        self._handshakes.end()
+        self._end_hearing()
         for connection in self._ranks:
             connection.close()
 
-
-class _Handshakes:
-    """Accepts connections, and keeps those that send the token; others are closed.
-
-    An event loop on a thread of its own reads all of them concurrently. Ranks connect long before the driver
-    waits for them, and connections that send nothing must neither delay them nor fill the backlog.
-    """
-
-    def __init__(self, listening: socket.socket, token: bytes) -> None:
-        listening.setblocking(False)
-        self._listening, self._token = listening, token
-        self._ranks: dict[int, socket.socket] = {}
-        self._changed = threading.Condition()
-        self._has_ended = False
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._accept_all()), name="group-greetings", daemon=True
-        )
-        self._thread.start()
-
-    def wait(self, num_ranks: int, timeout_s: float) -> list[socket.socket]:
-        """The ranks' connections, in order, once all have connected; no more are accepted after that.
-
-        Raises:
-            TimeoutError: some ranks did not connect in time.
-            ConnectionError: `end` was called.
-        """
-        numbers = range(num_ranks)
+    def _end_hearing(self) -> None:
+        """Accept no more, and close all that are not ranks by now; repeatedly."""
         with self._changed:
-            arrived = self._changed.wait_for(
-                lambda: self._has_ended or self._ranks.keys() >= set(numbers), timeout_s
-            )
-            if self._has_ended or not arrived:
-                problem = f"{len(self._ranks)} of {num_ranks} ranks have called"
-                raise ConnectionError(problem) if arrived else TimeoutError(problem)
-            found = [self._ranks.pop(number) for number in numbers]
-        self.end()
-        return found
-
-    def end(self) -> None:
-        """Accept no more, and close all that were not returned by `wait`; from any thread, repeatedly."""
-        with self._changed:
-            self._has_ended = True
+            self._hears_no_more = True
             self._changed.notify_all()
         _shut_down([self._listening])  # this ends the thread
-        self._thread.join()
-        for connection in self._ranks.values():
+        self._hearing.join()
+        for connection in self._called.values():
             connection.close()
 
-    async def _accept_all(self) -> None:
+    async def _hear_all(self) -> None:
         loop, greetings = asyncio.get_running_loop(), dict[asyncio.Task[None], None]()  # oldest first
         with self._listening:
-            while not self._has_ended:
+            while not self._hears_no_more:
                 try:
                     connection, _ = await loop.sock_accept(self._listening)
                 except OSError:  # it was shut down, the peer is gone, or there is no free descriptor
@@ -172,12 +161,12 @@ class _Handshakes:
                     oldest = next(iter(greetings))
                     del greetings[oldest]
                     oldest.cancel()
-                greeting = loop.create_task(self._greet(connection))
+                greeting = loop.create_task(self._hear(connection))
                 greetings[greeting] = None
                 greeting.add_done_callback(lambda done: greetings.pop(done, None))
                 await asyncio.sleep(0)  # it begins; accepting a backlog would leave the others no turn
 
-    async def _greet(self, connection: socket.socket) -> None:
+    async def _hear(self, connection: socket.socket) -> None:
         """Keep the connection if it sends the token in time, else close it."""
         loop, data = asyncio.get_running_loop(), b""
         with contextlib.ExitStack() as stack:
@@ -190,10 +179,10 @@ class _Handshakes:
                             return
                         data += more
                 token, rank = _HANDSHAKE.unpack(data)
-                if hmac.compare_digest(token, self._token):
+                if hmac.compare_digest(token, self.token):
                     stack.pop_all()
                     with self._changed:
-                        self._ranks[rank] = connection
+                        self._called[rank] = connection
                         self._changed.notify_all()
 
 

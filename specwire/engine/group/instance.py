@@ -7,7 +7,6 @@ pipe, which the kernel closes however the process at its other end dies.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import functools
@@ -58,22 +57,22 @@ class Instance:
     def __init__(self, num_cpus: int) -> None:
         """Start it; wait with `ready`."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, "--num-cpus", str(num_cpus)],
+            [sys.executable, "-m", __name__, str(num_cpus)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | isolated_environ(),
             start_new_session=True,  # Ctrl-C must not reach it: `close` ends it when it is no longer needed
         )
 
-    def ready(self, timeout_s: float = _START_S) -> str:
+    def ready(self) -> str:
         """Wait for its address, for `ray.init` in processes with the variables of `isolated_environ`.
 
         Raises:
             ConfigError: Ray does not start, with its own reason.
         """
         assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
-            raise ConfigError(f"Ray does not start: not ready within {timeout_s:g} s")
+        if not select.select([self.process.stdout], [], [], _START_S)[0]:
+            raise ConfigError(f"Ray does not start: not ready within {_START_S:g} s")
         line = self.process.stdout.readline().decode()
         if not line.startswith(_READY):
             raise ConfigError(f"Ray does not start: {line.removeprefix(_ERROR).strip() or 'it ended'}")
@@ -100,14 +99,12 @@ class Instance:
 
 def main() -> int:
     """Run the instance until standard input ends."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--num-cpus", type=int, required=True)
-    args = parser.parse_args()
+    num_cpus = int(sys.argv[1])
     if sys.platform == "linux":  # orphaned descendants become its children, instead of the machine's init's
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     directory = tempfile.mkdtemp(prefix="specwire-ray-")
     try:
-        return _run(args.num_cpus, directory)
+        return _run(num_cpus, directory)
     finally:
         _end_descendants()
         shutil.rmtree(directory, ignore_errors=True)

@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+from specwire.config.services import ModelServiceConfig
 from specwire.engine.group.instance import Instance, first_line, isolated_environ
 from specwire.errors import ConfigError, ServiceUnavailableError
 
@@ -25,13 +26,10 @@ def require_ray(num_ranks: int) -> None:
 
 
 class Placement:
-    """Devices for all ranks in a Ray cluster, reserved until `close`.
+    """Devices for all ranks in a Ray cluster, reserved until `close`: GPUs, or CPU cores.
 
-    Args:
-        address: of a running cluster that this machine is part of; empty starts an instance on loopback,
-            which ends with this process, however that ends. An existing connection is used as it is.
-        is_cuda: reserve GPUs, else CPU cores.
-        timeout_s: longest wait for free devices.
+    The cluster runs at `ray_address`, with this machine as a part; without one an instance on loopback is
+    started, which ends with this process, however that ends. An existing connection is used as it is.
 
     Raises:
         ConfigError: there is no such cluster, or it has too few devices.
@@ -41,15 +39,15 @@ class Placement:
         host, node_id: this machine's address in the cluster, and Ray's name for it.
     """
 
-    def __init__(self, address: str, num_ranks: int, *, is_cuda: bool, timeout_s: float) -> None:
-        self._num_ranks = num_ranks
-        self._resource = "GPU" if is_cuda else "CPU"
+    def __init__(self, config: ModelServiceConfig) -> None:
+        self._num_ranks = config.tensor_parallel_size
+        self._resource = "GPU" if config.device.startswith("cuda") else "CPU"
         self._instance: Instance | None = None
         self._owns_connection = False
         try:
-            self._owns_connection = self._connect(address)
+            self._owns_connection = self._connect(config.ray_address)
             self.host, self.node_id = _where()
-            self._group = self._reserve(timeout_s)
+            self._group = self._reserve(config.load_timeout_s)
         except BaseException:
             self._disconnect()
             raise

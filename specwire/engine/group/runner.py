@@ -17,9 +17,8 @@ from specwire.engine.device import Decide, DeviceLostError, DraftQuery, Runner
 from specwire.engine.group import control, placement
 from specwire.engine.group.control import DriverConnections
 from specwire.engine.group.instance import first_line
-from specwire.engine.group.messages import Assignment, Loaded, RankLocation, StepAnswer, StepCommand
 from specwire.engine.group.placement import Placement
-from specwire.engine.group.rank import Rank
+from specwire.engine.group.rank import Assignment, Loaded, Rank, RankLocation, StepAnswer, StepCommand
 from specwire.errors import ModelLoadError, ServiceUnavailableError, SpecwireError
 
 log = logging.getLogger(__name__)
@@ -45,20 +44,13 @@ class GroupRunner(Runner):
 
     Attributes:
         description: see `loading.describe`.
-        on_loss: called on a thread of its own when a rank was lost.
     """
 
     def __init__(self, config: ModelServiceConfig, source: str, dtype: str) -> None:
         self._config, self._source, self._dtype = config, source, dtype
         self.longest_pause_s = config.step_timeout_s  # after that a hung rank counts as lost
-        self._closing = False
         self._num_groups = 0
-        self._placement = Placement(
-            config.ray_address,
-            config.tensor_parallel_size,
-            is_cuda=config.device.startswith("cuda"),
-            timeout_s=config.load_timeout_s,
-        )
+        self._placement = Placement(config)
         try:
             self._store = control.open_store(self._placement.host)
             self._group = self._start(lambda: True)
@@ -116,7 +108,6 @@ class GroupRunner(Runner):
 
     def close(self) -> None:
         """End the ranks, and Ray if this process started it."""
-        self._closing = True
         self._group.end()
         self._placement.close()
 
@@ -125,16 +116,14 @@ class GroupRunner(Runner):
         key = f"group{self._num_groups}"
         group = _Group(self._placement, self._config, is_wanted)
         try:
-            group.load(self._store, key, self._source, self._dtype)
+            group.start(self._store, key, self._source, self._dtype, self._lost)
         except BaseException:
             group.end()
             raise
-        group.serve(self._lost)
         return group
 
     def _lost(self) -> None:
-        if not self._closing:
-            self.on_loss()
+        self.on_loss()  # the engine sets it later
 
 
 class _Group:
@@ -147,14 +136,13 @@ class _Group:
         self._number = 0
         self._ended = False
         self._lost = ""
-        self._is_lost = threading.Event()
         self._watcher: threading.Thread | None = None
         self._actors = placement.start(Rank)
         self._connections = DriverConnections(placement.host)
         self.locations: list[RankLocation] = []  # by rank, once the ranks are ordered
 
-    def load(self, store: Any, key: str, source: str, dtype: str) -> None:
-        """Order the ranks, connect them to each other, and load the model.
+    def start(self, store: Any, key: str, source: str, dtype: str, on_loss: Callable[[], None]) -> None:
+        """Order the ranks, connect them to each other, load the model, and have them wait for steps.
 
         Raises:
             ModelLoadError: naming rank, device and reason.
@@ -188,9 +176,6 @@ class _Group:
             log.warning("%s", self.loaded.warning)
         # They have connected before they loaded.
         self._connections.accept(num_ranks, self._config.load_timeout_s, self._config.step_timeout_s)
-
-    def serve(self, on_loss: Callable[[], None]) -> None:
-        """Start the ranks' step loops, and watch the ranks."""
         serving = [actor.serve.remote() for actor in self._actors]
         self._watcher = threading.Thread(
             target=self._watch, args=(serving, on_loss), name="group-watcher", daemon=True
@@ -213,7 +198,8 @@ class _Group:
             self._connections.send(message)
             answer: StepAnswer = pickle.loads(self._connections.receive_answer())
         except OSError as error:
-            self._is_lost.wait(_REASON_WAIT_S)
+            if self._watcher is not None:
+                self._watcher.join(_REASON_WAIT_S)  # it ends with the first rank that does
             self._lose(f"a rank does not answer: {first_line(error)}")
             raise DeviceLostError(self._lost) from error
         self._number += 1
@@ -244,7 +230,6 @@ class _Group:
             self._lost = reason
         placement.kill(self._actors)
         self._connections.abort()
-        self._is_lost.set()
 
     def _watch(self, serving: list[Any], on_loss: Callable[[], None]) -> None:
         import ray
@@ -258,7 +243,7 @@ class _Group:
         on_loss()
 
     def _gather(self, refs: list[Any], deadline_s: float) -> list[Any]:
-        """The results of all ranks; errors as of `load`."""
+        """The results of all ranks; errors as of `start`."""
         import ray
 
         waiting = list(refs)
