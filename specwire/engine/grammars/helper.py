@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import random
 import re
 import resource
-import select
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +42,7 @@ _NUM_PROBES = 256
 _PROBE_S = 0.02
 """Processor time of the mask of one position, in seconds: a pass waits for it."""
 _NICENESS = 19
+_FORKING = multiprocessing.get_context("fork")
 _TOO_MUCH = f"takes more than {COMPILE_S:g} s or {_MAX_MEMORY >> 20} MiB to compile"
 
 
@@ -75,8 +78,7 @@ def main() -> None:
     compiler = _compiler(pickle.load(requests))
     with contextlib.suppress(EOFError):
         while True:
-            kind, value = pickle.load(requests)
-            pickle.dump(_answer(lambda: _compile(compiler, kind, value)), replies)  # noqa: B023
+            pickle.dump(_answer(compiler, *pickle.load(requests)), replies)
             replies.flush()
 
 
@@ -133,49 +135,28 @@ def _compiler(vocabulary: GrammarVocabulary) -> Any:
     return xgrammar.GrammarCompiler(tokenizer_info(vocabulary), max_threads=1, cache_enabled=False)
 
 
-def _answer(compile_it: Callable[[], Reply]) -> Reply:
+def _answer(compiler: Any, kind: str, value: Any) -> Reply:
     """Of a child process; of why it ended, if it did without one."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        _run_child(compile_it, writing)
-    os.close(writing)
-    try:
-        data = _read(reading, time.monotonic() + _WALL_S)
-    finally:
-        os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, 9)
-        os.waitpid(child, 0)
-    if data is None:
-        return Reply(problem=_TOO_MUCH)
-    reply: Reply = pickle.loads(data)
-    return reply
+    receiving, sending = _FORKING.Pipe(duplex=False)
+    child = _FORKING.Process(target=_run_child, args=(compiler, kind, value, sending))
+    child.start()
+    sending.close()
+    with receiving:
+        try:
+            return receiving.recv() if receiving.poll(_WALL_S) else Reply(problem=_TOO_MUCH)
+        except EOFError:
+            return Reply(problem=_TOO_MUCH)
+        finally:
+            child.kill()
+            child.join()
 
 
-def _run_child(compile_it: Callable[[], Reply], writing: int) -> None:
-    try:
-        size = int(re.findall(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[0]) << 10  # noqa: SIM115
-        resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY,) * 2)
-        used = int(time.process_time())
-        resource.setrlimit(resource.RLIMIT_CPU, (used + int(COMPILE_S),) * 2)
-        with os.fdopen(writing, "wb") as out:
-            pickle.dump(compile_it(), out)
-    finally:
-        os._exit(0)
-
-
-def _read(reading: int, deadline_s: float) -> bytes | None:
-    """All that a child writes; None if it writes nothing whole in time."""
-    parts: list[bytes] = []
-    while select.select([reading], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-        part = os.read(reading, 1 << 20)
-        if not part:
-            data = b"".join(parts)
-            return data if data.endswith(b".") else None  # the end of a pickle
-        parts.append(part)
-    return None
+def _run_child(compiler: Any, kind: str, value: Any, sending: Connection) -> None:
+    size = int(re.findall(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[0]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY,) * 2)
+    used = int(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (used + int(COMPILE_S),) * 2)
+    sending.send(_compile(compiler, kind, value))
 
 
 def _compile(compiler: Any, kind: str, value: Any) -> Reply:
