@@ -26,6 +26,7 @@ import itertools
 import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,6 +231,7 @@ class PagePool:
             self.forget(page)
 
 
+@dataclass(eq=False, slots=True)
 class SequenceCache:
     """The pages of one sequence and how many tokens they hold.
 
@@ -250,23 +252,18 @@ class SequenceCache:
             sequence is empty, with a root that others do not have.
     """
 
-    __slots__ = (
-        *("_digests", "adapter", "committed_len", "encoder_len", "length", "pages", "pool", "released"),
-        *("root", "states", "writable_len"),
-    )
-
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
-        self.pages = array("i")
-        self.writable_len = 0
-        self._digests: list[bytes] = []  # names of the first complete pages, as far as they were needed
-        self.length = 0
-        self.released = False
-        self.root = ROOT
-        self.encoder_len = 0
-        self.states: list[tuple[int, Any]] = []
-        self.committed_len = 0
-        self.adapter = 0
+    pool: PagePool
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    writable_len: int = 0
+    length: int = 0
+    released: bool = False
+    root: bytes = ROOT
+    encoder_len: int = 0
+    states: list[tuple[int, Any]] = field(default_factory=list)
+    committed_len: int = 0
+    adapter: int = 0
+    _digests: list[bytes] = field(default_factory=list)
+    """Names of the first complete pages, as far as they were needed."""
 
     def __enter__(self) -> SequenceCache:
         return self
@@ -352,13 +349,6 @@ class SequenceCache:
     def slots(self, start: int, end: int) -> IntArray:
         """Slots of tokens [start, end), int64 [end - start]."""
         return slots_of([self], [start], [end - start])[1]
-
-    def pieces(self, start: int, num_tokens: int) -> Iterator[tuple[int, int]]:
-        """The tokens from `start` on, page by page: slot less index, and the number of tokens."""
-        size, pages, end = self.pool.page_size, self.pages, start + num_tokens
-        for page in range(start // size, -(-end // size)):
-            first, last = max(start, page * size), min(end, (page + 1) * size)
-            yield (pages[page] - page) * size, last - first
 
     def truncate(self, length: int) -> None:
         """Roll back: drop the tokens from `length` on. Pages that are no longer needed are free at once.
@@ -496,9 +486,9 @@ def slots_of(
             shifts.append((sequence.pages[page] - page) * size)
             lengths.append(num)
         else:
-            for shift, length in sequence.pieces(start, num):
-                shifts.append(shift)
-                lengths.append(length)
+            for page in range(start // size, -(-(start + num) // size)):
+                shifts.append((sequence.pages[page] - page) * size)
+                lengths.append(min(start + num, (page + 1) * size) - max(start, page * size))
     begins = [*map(operator.sub, starts, itertools.accumulate(num_tokens, initial=0))]
     index = np.arange(sum(num_tokens)) + np.repeat(np.array(begins, np.int64), num_tokens)
     return index, index + np.repeat(np.array(shifts, np.int64), lengths)
