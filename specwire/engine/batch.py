@@ -10,6 +10,7 @@ import operator
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -41,30 +42,22 @@ class Feed(NamedTuple):
     tree: TokenTree | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Feeds(Sequence[Feed]):
     """What the sequences of a pass contribute, see `Feed`, as columns; one by one they are made when they are
     read."""
 
-    __slots__ = ("caches", "num_rows", "token_ids", "trees")
-
-    def __init__(
-        self,
-        caches: list[SequenceCache],
-        token_ids: list[Sequence[int] | IntArray],
-        num_rows: list[int],
-        trees: list[TokenTree | None],
-    ) -> None:
-        self.caches = caches
-        self.token_ids = token_ids
-        self.num_rows = num_rows
-        self.trees = trees
+    caches: list[SequenceCache] = field(default_factory=list)
+    token_ids: list[Sequence[int] | IntArray] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
+    trees: list[TokenTree | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, feeds: Sequence[Feed]) -> Feeds:
         """The columns of single ones; columns as they are."""
         if isinstance(feeds, Feeds):
             return feeds
-        columns = cls([], [], [], [])
+        columns = cls()
         for feed in feeds:
             columns.add(feed)
         return columns
@@ -143,10 +136,11 @@ class Segment(NamedTuple):
         return self.tree.words(self.first_query, self.cache_len)
 
 
+@dataclass(eq=False)
 class Segments(Sequence[Segment]):
     """The sequences of a packed row, in row order: as columns, and one by one for what attends to each alone.
 
-    Args, Attributes:
+    Attributes:
         query_offsets: [n + 1], each one's first token in the row, and the end of the last one.
         cache_lens, encoder_lens: [n], see `Segment`; the latter empty without an encoder.
         tables: [n], page tables.
@@ -154,21 +148,12 @@ class Segments(Sequence[Segment]):
         trees: of those that have tokens of a tree in the row, by index.
     """
 
-    def __init__(
-        self,
-        query_offsets: Sequence[int],
-        cache_lens: Sequence[int],
-        tables: Sequence[array[int]],
-        page_size: int,
-        trees: Mapping[int, TokenTree],
-        encoder_lens: Sequence[int] = (),
-    ) -> None:
-        self.query_offsets = query_offsets
-        self.cache_lens = cache_lens
-        self.tables = tables
-        self.page_size = page_size
-        self.trees = trees
-        self.encoder_lens = encoder_lens
+    query_offsets: Sequence[int]
+    cache_lens: Sequence[int]
+    tables: Sequence[array[int]]
+    page_size: int
+    trees: Mapping[int, TokenTree]
+    encoder_lens: Sequence[int] = ()
 
     @property
     def max_query(self) -> int:
@@ -292,27 +277,20 @@ class Batch(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
 class Packer:
     """Reserves slots for the tokens of sequences, and assembles batches.
 
-    Args:
+    Attributes:
         num_embeddings: exclusive upper bound of token ids.
         context_len: maximum tokens of one sequence, without the input of an encoder; None for no limit.
         batch_invariant: refuse trees, whose tokens attend together.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        num_embeddings: int,
-        context_len: int | None,
-        *,
-        batch_invariant: bool = False,
-    ) -> None:
-        self.pool = pool
-        self._batch_invariant = batch_invariant
-        self._num_embeddings = num_embeddings
-        self._context_len = context_len
+    pool: PagePool
+    num_embeddings: int
+    context_len: int | None
+    batch_invariant: bool = False
 
     @contextmanager
     def packed(self, feeds: Sequence[Feed]) -> Iterator[Batch]:
@@ -346,8 +324,8 @@ class Packer:
         if min(num_query) == 0:
             raise InvalidRequestError("token_ids", [], "must be a non-empty list of tokens")
         token_ids = np.fromiter(chain.from_iterable(feeds.token_ids), np.int64, sum(num_query))
-        if token_ids.min() < 0 or token_ids.max() >= self._num_embeddings:
-            raise InvalidRequestError("token_ids", token_ids, f"must lie in [0, {self._num_embeddings})")
+        if token_ids.min() < 0 or token_ids.max() >= self.num_embeddings:
+            raise InvalidRequestError("token_ids", token_ids, f"must lie in [0, {self.num_embeddings})")
         num_own = num_query
         if any(feeds.encoder_lens):
             num_own = [*map(operator.sub, num_query, _num_read(feeds.encoder_lens, lengths))]
@@ -360,8 +338,8 @@ class Packer:
         return token_ids
 
     def _check_trees(self, feeds: Feeds, lengths: Sequence[int]) -> None:
-        if self._batch_invariant or self.pool.keeps_states:
-            what = "--batch-invariant" if self._batch_invariant else "a model with recurrent layers"
+        if self.batch_invariant or self.pool.keeps_states:
+            what = "--batch-invariant" if self.batch_invariant else "a model with recurrent layers"
             raise UnsupportedError("tree", "given", f"{what} runs chains only")
         for tree, end in zip(feeds.trees, map(operator.add, lengths, feeds.num_query), strict=True):
             if tree is not None and end > tree.end:
@@ -379,8 +357,8 @@ class Packer:
         if any(encoder_lens):
             positions -= np.repeat(encoder_lens, num_query)
         # Siblings share a position, so a tree may have more tokens than the context has positions.
-        if self._context_len is not None and (num := int(positions.max()) + 1) > self._context_len:
-            raise ContextLengthError("token_ids", num, f"the model's context is {self._context_len} tokens")
+        if self.context_len is not None and (num := int(positions.max()) + 1) > self.context_len:
+            raise ContextLengthError("token_ids", num, f"the model's context is {self.context_len} tokens")
         tables = [cache.pages for cache in caches]
         segments = Segments(offsets, ends, tables, self.pool.page_size, trees)
         rows = _rows(feeds.num_rows, offsets)

@@ -34,44 +34,35 @@ class Step:
 
     budget: int
     jobs: list[Job] = field(default_factory=list)
-    feeds: Feeds = field(default_factory=lambda: Feeds.of([]))
+    feeds: Feeds = field(default_factory=Feeds)
     num_tokens: int = 0
     num_pages: int = 0
 
 
+@dataclass
 class Scheduler:
     """Plans steps within a token budget and the memory there is.
 
-    Args:
+    Attributes:
         sequences: all open ones; the caller's own, and it may change.
         max_num_tokens: limit of a step.
         max_prefill_tokens: limit of prompt tokens in it while other streams are running.
         prefix_sharing: fill an empty cache with known pages first.
-
-    Attributes:
         num_preemptions: sequences that lost their cache to another one.
         num_hit_tokens: tokens found in the cache instead of being run.
     """
 
-    def __init__(
-        self,
-        sequences: Collection[TokenSequence],
-        *,
-        max_num_tokens: int,
-        max_prefill_tokens: int,
-        prefix_sharing: bool,
-    ) -> None:
-        self._sequences = sequences
-        self._max_num_tokens = max_num_tokens
-        self._max_prefill_tokens = max_prefill_tokens
-        self._prefix_sharing = prefix_sharing
-        self.num_preemptions = 0
-        self.num_hit_tokens = 0
+    sequences: Collection[TokenSequence]
+    max_num_tokens: int
+    max_prefill_tokens: int
+    prefix_sharing: bool
+    num_preemptions: int = 0
+    num_hit_tokens: int = 0
 
     def plan(self, jobs: Sequence[Job], now_ns: int) -> Step:
         """The next step for these jobs, first come first served within each kind; empty without any."""
         if not jobs:
-            return Step(self._max_num_tokens)
+            return Step(self.max_num_tokens)
         return self._whole(jobs) or self._chosen(jobs, now_ns)
 
     def _whole(self, jobs: Sequence[Job]) -> Step | None:
@@ -82,7 +73,7 @@ class Scheduler:
         num_query = [*map(operator.sub, [len(each.tokens) for each in sequences], lengths)]
         num_tokens = sum(num_query)
         longest = max(map(operator.sub, num_query, num_rows))
-        if not all(lengths) or longest > MAX_CATCH_UP_TOKENS or num_tokens > self._max_num_tokens:
+        if not all(lengths) or longest > MAX_CATCH_UP_TOKENS or num_tokens > self.max_num_tokens:
             return None
         num_pages = sum(
             cache.pages_needed(num)
@@ -93,10 +84,10 @@ class Scheduler:
             return None
         token_ids = [each.tokens[length:] for each, length in zip(sequences, lengths, strict=True)]
         feeds = Feeds(caches, [*token_ids], num_rows, [each.tree for each in sequences])
-        return Step(self._max_num_tokens - num_tokens, [*jobs], feeds, num_tokens, num_pages)
+        return Step(self.max_num_tokens - num_tokens, [*jobs], feeds, num_tokens, num_pages)
 
     def _chosen(self, jobs: Sequence[Job], now_ns: int) -> Step:
-        step = Step(self._max_num_tokens)
+        step = Step(self.max_num_tokens)
         oldest = min(jobs, key=_order)
         rounds: list[Job] = []
         prompts: list[Job] = []
@@ -105,7 +96,7 @@ class Scheduler:
                 (prompts if job.is_prefill else rounds).append(job)
         is_prompt = oldest.is_prefill
         delays_others = bool(rounds) or not is_prompt or self._others_active(jobs, now_ns)
-        prefill = self._max_prefill_tokens if delays_others else self._max_num_tokens
+        prefill = self.max_prefill_tokens if delays_others else self.max_num_tokens
         self._add(step, oldest, prefill if is_prompt else step.budget, jobs)
         if is_prompt:
             prefill -= step.num_tokens
@@ -131,7 +122,7 @@ class Scheduler:
     def _others_active(self, jobs: Sequence[Job], now_ns: int) -> bool:
         """Whether a stream without a job was answered recently, and is likely to return during the step."""
         waiting = set(map(_order, jobs))
-        sequences = list(self._sequences)  # a copy, since the event loop opens and closes sequences meanwhile
+        sequences = list(self.sequences)  # a copy, since the event loop opens and closes sequences meanwhile
         since_ns = now_ns - _ACTIVE_WITHIN_NS
         return any(s.answered_ns > since_ns and s.order not in waiting for s in sequences)
 
@@ -168,7 +159,7 @@ class Scheduler:
         The rows whose logits are wanted are always run, at least one token is, and nodes of a tree are.
         """
         sequence = job.sequence
-        if not self._prefix_sharing:
+        if not self.prefix_sharing:
             return 0
         chain = sequence.chain
         num_tokens = min(len(chain), len(sequence.tokens) - max(1, job.num_rows))
@@ -182,7 +173,7 @@ class Scheduler:
         """
         pool, wanted = sequence.cache.pool, step.num_pages + num_pages
         running, has_job = set(map(_order, step.jobs)), set(map(_order, waiting))
-        for victim in sorted(self._sequences, key=lambda other: -other.order):
+        for victim in sorted(self.sequences, key=lambda other: -other.order):
             is_evictable = victim.order > sequence.order or victim.order not in has_job
             if victim is sequence or victim.order in running or not is_evictable or not victim.cache.length:
                 continue
