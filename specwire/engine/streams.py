@@ -16,6 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from specwire.config.security.bearer import Principal
@@ -63,25 +64,23 @@ class Limits:
     slots: Slots = field(default_factory=lambda: Slots("sequences"))
 
 
+@dataclass(slots=True)
 class _Failing:
     """See `ModelStream.failing`. As a generator it would be a tenth of what a request costs here."""
 
-    __slots__ = ("_sequence_id", "_stream")
-
-    def __init__(self, stream: ModelStream[Any, Any], sequence_id: int) -> None:
-        self._stream = stream
-        self._sequence_id = sequence_id
+    stream: ModelStream[Any, Any]
+    sequence_id: int
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, SpecwireError):
-            self._stream.fail(self._sequence_id, error)
+            self.stream.fail(self.sequence_id, error)
         elif isinstance(error, Exception):
             log.error("a request failed", exc_info=error)
             hidden = InternalError("the request failed; the service's log has the details")
-            self._stream.fail(self._sequence_id, hidden)
+            self.stream.fail(self.sequence_id, hidden)
         return isinstance(error, Exception)
 
 
@@ -259,23 +258,18 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
 
     def _hold_back(self, sequence: OpenSequence[State], compiled: Future[Any]) -> None:
         """Keep its requests until its grammar is compiled."""
-        if compiled.done() and compiled.exception() is None:
-            return
-        sequence.held = []
-        loop = asyncio.get_running_loop()
+        if not compiled.done() or compiled.exception() is not None:
+            sequence.held = []
+            asyncio.wrap_future(compiled).add_done_callback(partial(self._release, sequence))
 
-        def release(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(self._release, sequence, compiled)
-
-        compiled.add_done_callback(release)
-
-    def _release(self, sequence: OpenSequence[State], compiled: Future[Any]) -> None:
+    def _release(self, sequence: OpenSequence[State], compiled: asyncio.Future[Any]) -> None:
         held, sequence.held = sequence.held or (), None
+        error = None if compiled.cancelled() else compiled.exception()
         if self.sequences.get(sequence.sequence_id) is not sequence:
             return
         with self.failing(sequence.sequence_id), self.service.engine.together():
-            compiled.result()
+            if error is not None:
+                raise error
             for handle in held:
                 handle()
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
-import queue
 import select
 import subprocess
 import sys
-import threading
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from specwire import parent
 from specwire.engine.grammars import helper
 from specwire.engine.grammars.helper import GrammarVocabulary, Reply
 from specwire.engine.grammars.matcher import GrammarMatcher
-from specwire.engine.thread import settle
 from specwire.errors import InvalidRequestError, ResourceExhaustedError, UnsupportedError
 from specwire.text.grammar import Grammar
 from specwire.text.token_texts import token_texts
@@ -48,14 +45,13 @@ def vocabulary(
 
 
 class Grammars:
-    """Compiles grammars, and keeps those that were used last. For one event loop, but for `_serve`."""
+    """Compiles grammars, and keeps those that were used last. For one event loop, but for `_compile`."""
 
     def __init__(self, known: GrammarVocabulary) -> None:
         """Nothing is started before the first grammar."""
         self._vocabulary = known
-        self._wanted: queue.SimpleQueue[tuple[Grammar, Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, "grammars")
         self._kept: OrderedDict[Grammar, Future[Any]] = OrderedDict()
-        self._thread: threading.Thread | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._info: Any = None
 
@@ -71,13 +67,9 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> Future[Any]:
         found = self._kept.get(grammar)
         if found is None or (found.done() and found.exception() is not None):
-            if self._wanted.qsize() >= _MAX_WAITING:
+            if sum(not each.done() for each in self._kept.values()) > _MAX_WAITING:
                 raise ResourceExhaustedError(f"{_MAX_WAITING} grammars wait to be compiled", _RETRY_AFTER_MS)
-            found = self._kept[grammar] = Future()
-            self._wanted.put((grammar, found))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="grammars", daemon=True)
-                self._thread.start()
+            found = self._kept[grammar] = self._thread.submit(self._compile, grammar)
         self._kept.move_to_end(grammar)
         self._forget()
         return found
@@ -98,17 +90,12 @@ class Grammars:
 
     def close(self) -> None:
         """End the helper."""
-        self._wanted.put(None)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if self._helper is not None:
             self._helper.kill()
             self._helper.wait()
 
     # --- on a thread of its own ---
-
-    def _serve(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            grammar, future = wanted
-            settle(future, lambda: self._compile(grammar))  # noqa: B023
 
     def _compile(self, grammar: Grammar) -> Any:
         """Raises InvalidRequestError where it cannot be compiled, or takes too much."""
