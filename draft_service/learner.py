@@ -66,7 +66,7 @@ TABLE: tuple[Metric[Learning], ...] = (
 
 
 class Learner:
-    """`engine.loop.SpareWork`.
+    """`engine.device.SpareWork`.
 
     Args:
         share: of the engine thread's time.

@@ -1,6 +1,6 @@
 """`specwire demo`: services of its own and one prompt, without and with speculation, and the cost of each.
 
-By default the target is paced (`engine/paced.py`) like a large one on a device of its own; all else is real.
+By default the target is paced (`emulated.pace`) like a large one on a device of its own; all else is real.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from specwire.engine.drawn import Drawn
 from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
-from specwire.engine.thread import ComputeThread
+from specwire.engine.threads import ComputeThread
 from specwire.proposals.calibration import NUM_RANKS
 from specwire.proposals.estimate.costs import CostModel
 from specwire.rule.choices import SHARPNESS

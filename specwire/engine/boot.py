@@ -22,16 +22,14 @@ from specwire.config.preflight.memory import gigabytes
 from specwire.config.services import DraftConfig, ModelServiceConfig
 from specwire.core import ModelInfo
 from specwire.engine import emulated
-from specwire.engine.device import Decider, Runner
+from specwire.engine.device import Decider, Runner, StepHook
 from specwire.engine.grammars.compiler import Grammars, vocabulary
 from specwire.engine.jobs import TokenSequence
-from specwire.engine.loop import Engine, StepHook
+from specwire.engine.loop import Engine
 from specwire.engine.measuring import as_load, measure, measure_draft
 from specwire.engine.model.fingerprint import weights_fingerprint
-from specwire.engine.paced import pace
 from specwire.engine.place import place
-from specwire.engine.thread import ComputeThread
-from specwire.engine.threads import ThreadCount, known_cores
+from specwire.engine.threads import ComputeThread, ThreadCount, known_cores
 from specwire.errors import InvalidRequestError, ModelLoadError, ResourceExhaustedError
 from specwire.rpc import process
 from specwire.rpc.wire import model as wire
@@ -153,7 +151,7 @@ def start(
         thread.call(lambda: hook.load(runner.vocab_size))
     description |= place(config, runner, threads.most)
     if config.least_pass_ms:
-        pace(runner, config.least_pass_ms / 1e3)
+        emulated.pace(runner, config.least_pass_ms / 1e3)
     _limit_lengths(description, config, source, runner.pool.num_pages * config.page_len)
     description["trees"] = not (config.batch_invariant or runner.pool.keeps_states)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)

@@ -1,4 +1,5 @@
-"""The interface between the batching loop and the device: a model in this process, or a group of ranks.
+"""What the batching loop works with: the device, which is a model in this process or a group of ranks, and
+what a service has it do before, between and after passes; and what it counts.
 
     loop                          device
     question = ask(jobs)  ──▶     logits = forward(feeds)
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.jobs import Job
+from specwire.proposals.estimate.costs import CostModel
 from specwire.support import IntArray
 
 Decide = Callable[[Any, Tensor], Any]
@@ -78,6 +81,44 @@ class DraftQuery(NamedTuple):
     depths: IntArray
 
 
+class StepHook(Protocol):
+    """Does something before each step."""
+
+    def load(self, vocab_size: int) -> None:
+        """Called once, on the engine's thread, when a model with so many tokens is loaded.
+
+        Raises:
+            ModelLoadError: what it needs cannot be loaded.
+        """
+
+    def before_step(self, jobs: Sequence[Job], costs: CostModel) -> None:
+        """Called on the engine's thread, before a step is planned.
+
+        Args:
+            jobs: all that may be in the step.
+            costs: of a step without this call.
+        """
+
+
+class SpareWork(Protocol):
+    """Work in short pieces that no request waits for. All of it is called on the engine's thread, but for
+    `version`.
+
+    Attributes:
+        version: of the model's weights: pages that were computed with others are not found by new sequences.
+        usual_s: what a piece usually takes; 0 before the first one.
+    """
+
+    version: int
+    usual_s: float
+
+    def wait_s(self) -> float | None:
+        """How long until a piece is due, 0 if one is; None while there is nothing to do."""
+
+    def do(self) -> None:
+        """One piece; must not raise."""
+
+
 class Decider(Protocol):
     """How a service turns logits into results."""
 
@@ -135,3 +176,42 @@ class Runner(abc.ABC):
 
 class DeviceLostError(Exception):
     """A part of the device died and its memory is lost; not an error of the jobs of the step."""
+
+
+NUM_STEP_SIZES = 12
+"""Buckets of batch sizes: powers of two up to 1,024, and one for all above."""
+
+
+@dataclass(slots=True)
+class EngineStatus:
+    """Counts, as `GetModelInfo` reports them. Those of steps are totals over all so far.
+
+    Attributes:
+        num_steps: forward passes, those of single jobs after a failed step included.
+        num_tokens: tokens run in them.
+        step_ns: time of all steps.
+        step_sizes: [NUM_STEP_SIZES] steps by batch size: up to 1, 2, 4, 8, ... and any number of sequences.
+        step_sequences: sum of the batch sizes of all steps.
+        silent_s: how long a device that hangs has been silent; 0 while it makes progress.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    step_ns: int = 0
+    step_sizes: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
+    step_sequences: int = 0
+    num_sequences: int = 0
+    num_requests: int = 0
+    num_preemptions: int = 0
+    num_hit_tokens: int = 0
+    num_waiting: int = 0
+    silent_s: float = 0.0
+
+    def add_pass(self, num_tokens: int) -> None:
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+
+    def add_step(self, num_sequences: int, step_ns: int) -> None:
+        self.step_ns += step_ns
+        self.step_sequences += num_sequences
+        self.step_sizes[min((num_sequences - 1).bit_length(), NUM_STEP_SIZES - 1)] += 1

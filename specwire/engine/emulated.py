@@ -13,12 +13,14 @@ so every rule accepts each draft token with probability alpha, as in the closed 
 Where the two differ and tokens are matched, the target's token is the draft's second choice with probability
 `runner_up`, else the third choice with the same probability, and so on: 0.55 is close to a trained pair under
 Gumbel coupling. With `period`, stretches of that many tokens alternate between `alpha` and `hard_alpha`.
+
+A *paced* model (`pace`) is a real one whose passes take longer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -196,3 +198,29 @@ class EmulatedRunner(Runner):
             self._oversleep_s += _OVERSLEEP_RATE * (min(over_s, _MAX_OVERSLEEP_S) - self._oversleep_s)
         while time.perf_counter() < due_s:
             pass
+
+
+def pace(runner: Any, least_pass_s: float) -> None:
+    """Let the passes of a `device.Runner` take at least so long, deciding on their logits included: a small
+    machine can show the effect of speculation on a large target.
+
+    A pass computes the same as without it. If it is faster than the minimum the rest of the time is slept,
+    and the processor is free for other work. All take the same time, as they do where reading the weights
+    dominates.
+
+    What a target drafts by itself takes the share of it that its drafts read of its weights; what a draft
+    model beside it does takes its own time.
+    """
+
+    def paced(run: Callable[..., Any], share: Callable[[], float]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            due_s = time.perf_counter() + least_pass_s * share()
+            answer = run(*args)
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            return answer
+
+        return call
+
+    runner.run = paced(runner.run, lambda: 1.0)
+    if hasattr(runner, "run_draft"):
+        runner.run_draft = paced(runner.run_draft, lambda: runner.draft_shape.share_read)

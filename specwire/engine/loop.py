@@ -12,8 +12,8 @@ inbox, and only the thread touches queues and caches.
 foreground jobs as far as that adds next to nothing to the step. *Spare work* runs
 between steps, while no foreground job waits.
 
-The parts: `queues.py` (jobs under way), `gathering.py` (waiting for streams about to return), `executor.py`
-(one step and its failures), `progress.py` (a hung device), `replies.py` (results on their way to callers).
+The parts: `queues.py` (jobs under way, streams about to return), `schedule.py` (the next step), `progress.py`
+(a hung device), `replies.py` (results on their way to callers).
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from specwire import clock
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams, check_adapter, check_token_id
+from specwire.engine.batch import Feeds
 from specwire.engine.cache import prefix
-from specwire.engine.counts import EngineStatus
-from specwire.engine.device import Decider, DeviceLostError, Runner
-from specwire.engine.executor import StepExecutor
-from specwire.engine.gathering import Gathering
+from specwire.engine.device import (
+    NO_DRAFTING,
+    Decider,
+    DeviceLostError,
+    EngineStatus,
+    Runner,
+    SpareWork,
+    StepHook,
+)
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, Job, TokenSequence, check_job
 from specwire.engine.progress import LEAST_LIMIT_S, Watchdog
-from specwire.engine.queues import JobQueues
+from specwire.engine.queues import Gathering, JobQueues
 from specwire.engine.replies import Replies, Sink
 from specwire.engine.schedule import Scheduler, Step
-from specwire.engine.thread import ComputeThread
-from specwire.engine.threads import ThreadCount
+from specwire.engine.threads import ComputeThread, ThreadCount
 from specwire.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
@@ -57,44 +61,6 @@ _MAX_DELAY = 0.1
 """Background jobs may lengthen a step by at most this share of its time without them."""
 _MAX_LOSSES = 2
 """A job that was running when the device was lost more often than this fails: it may be the cause."""
-
-
-class StepHook(Protocol):
-    """Does something before each step."""
-
-    def load(self, vocab_size: int) -> None:
-        """Called once, on the engine's thread, when a model with so many tokens is loaded.
-
-        Raises:
-            ModelLoadError: what it needs cannot be loaded.
-        """
-
-    def before_step(self, jobs: Sequence[Job], costs: CostModel) -> None:
-        """Called on the engine's thread, before a step is planned.
-
-        Args:
-            jobs: all that may be in the step.
-            costs: of a step without this call.
-        """
-
-
-class SpareWork(Protocol):
-    """Work in short pieces that no request waits for. All of it is called on the engine's thread, but for
-    `version`.
-
-    Attributes:
-        version: of the model's weights: pages that were computed with others are not found by new sequences.
-        usual_s: what a piece usually takes; 0 before the first one.
-    """
-
-    version: int
-    usual_s: float
-
-    def wait_s(self) -> float | None:
-        """How long until a piece is due, 0 if one is; None while there is nothing to do."""
-
-    def do(self) -> None:
-        """One piece; must not raise."""
 
 
 class Engine:
@@ -133,7 +99,9 @@ class Engine:
             draft_costs: of passes of what drafts after a step, by nodes; likewise.
             adapters: names of those that the model has, in their order.
         """
-        self._runner = runner
+        self._runner, self._decider = runner, decider
+        self._prefix_sharing = prefix_sharing
+        self._drafting = NO_DRAFTING  # of the last step
         self._context_len = context_len
         self._vocab_size = vocab_size or runner.vocab_size
         self._adapters = adapters
@@ -161,9 +129,6 @@ class Engine:
             prefix_sharing=prefix_sharing,
         )
         self._spare_work: SpareWork | None = None
-        self._executor = StepExecutor(
-            runner, decider, self._replies, self._counts, prefix_sharing=prefix_sharing
-        )
         self._thread = thread
         self._thread.start(self._run)
 
@@ -408,12 +373,50 @@ class Engine:
         bound_ns += MAX_NUM_DRAFT_TOKENS * self._draft_costs.bound((0, 0))
         least_s = self._runner.longest_pause_s if bound_ns else self._step_timeout_s
         self.watchdog.beat(bound_ns / 1e9, least_s)
+        self._drafting = NO_DRAFTING
         try:
-            self._executor.run(step)
+            self._run_passes(step.jobs, step.feeds)
         except DeviceLostError as error:
             self._recover(step.jobs, error)
             return None
         return step
+
+    def _run_passes(self, jobs: Sequence[Job], feeds: Feeds) -> None:
+        """Run all jobs in one pass; if it fails, one by one, so that only jobs at fault fail.
+
+        Raises:
+            DeviceLostError: what all caches held is gone.
+        """
+        try:
+            self._forward(jobs, feeds)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            is_untouched = all(
+                job.result is None and len(job.pending) >= len(feed.token_ids)
+                for job, feed in zip(jobs, feeds, strict=True)
+            )
+            if len(jobs) > 1 and is_untouched:
+                for job, feed in zip(jobs, feeds, strict=True):
+                    self._run_passes([job], Feeds.of([feed]))
+            else:
+                for job in jobs:
+                    self._replies.fail(job, error)
+
+    def _forward(self, jobs: Sequence[Job], feeds: Feeds) -> None:
+        ready = [job for job, num_rows in zip(jobs, feeds.num_rows, strict=True) if num_rows]
+        question = self._decider.ask(ready) if ready else None
+        answer = self._runner.run(feeds, question, self._decider.decide)
+        self._counts.add_pass(sum(feeds.num_query))
+        if self._prefix_sharing:
+            for job in jobs:
+                sequence = job.sequence
+                if sequence.cache.has_unnamed_page:
+                    sequence.cache.remember(sequence.chain)
+        if ready:
+            self._decider.apply(ready, answer)
+            self._drafting = self._decider.drafting
+        self._runner.end_step()
 
     def _check_device(self) -> None:
         try:
@@ -449,7 +452,7 @@ class Engine:
     def _end_step(self, step: Step, started_ns: int) -> None:
         """Learn what the step cost, and answer the jobs that are done."""
         finished_ns = clock.stopwatch_ns()
-        num_passes, num_nodes, num_hosted, drafting_ns, draft_prefill_ns = self._executor.drafting
+        num_passes, num_nodes, num_hosted, drafting_ns, draft_prefill_ns = self._drafting
         pass_ns = finished_ns - started_ns - self._hook_ns - drafting_ns - draft_prefill_ns
         self._costs.add((len(step.jobs), step.num_tokens), max(1, pass_ns))
         num_lacking = map(operator.sub, step.feeds.num_query, step.feeds.num_rows)

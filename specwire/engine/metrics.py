@@ -2,69 +2,64 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from specwire.engine.boot import ModelService
-from specwire.engine.cache.kv_cache import PagePool
-from specwire.engine.counts import NUM_STEP_SIZES, EngineStatus
+from specwire.engine.device import NUM_STEP_SIZES
 from specwire.telemetry.metrics import Counter, Gauge, Group, Histogram, HistogramData, Labelled, Metric
 
 
-class EngineSnapshot(NamedTuple):
-    """The state of an engine and its memory at one moment."""
-
-    engine: EngineStatus
-    pool: PagePool
-    max_streams: int
-
-
-def _step_sizes(now: EngineSnapshot) -> HistogramData:
-    sizes = HistogramData([2**i for i in range(NUM_STEP_SIZES - 1)])
-    sizes.counts, sizes.sum = now.engine.step_sizes, now.engine.step_sequences
+def _step_sizes(service: ModelService) -> HistogramData:
+    sizes, now = HistogramData([2**i for i in range(NUM_STEP_SIZES - 1)]), service.engine.status()
+    sizes.counts, sizes.sum = now.step_sizes, now.step_sequences
     return sizes
 
 
-def _pages(now: EngineSnapshot) -> Labelled:
-    pool = now.pool
+def _pages(service: ModelService) -> Labelled:
+    pool = service.runner.pool
     empty = pool.num_free_pages - pool.num_cached_pages
     return {("held",): pool.num_held_pages, ("cached",): pool.num_cached_pages, ("free",): empty}
 
 
-TABLE: tuple[Metric[EngineSnapshot], ...] = (
-    Gauge("specwire_engine_streams", "Sequences whose stream is open.", lambda now: now.engine.num_sequences),
+TABLE: tuple[Metric[ModelService], ...] = (
+    Gauge(
+        "specwire_engine_streams",
+        "Sequences whose stream is open.",
+        lambda now: now.engine.status().num_sequences,
+    ),
     Gauge(
         "specwire_engine_streams_limit",
         "Most streams that may be open (--max-sequences).",
-        lambda now: now.max_streams,
+        lambda now: now.max_sequences,
     ),
     Gauge(
         "specwire_engine_requests",
         "Requests that run or wait, work ahead included.",
-        lambda now: now.engine.num_requests,
+        lambda now: now.engine.status().num_requests,
     ),
     Gauge(
         "specwire_engine_requests_waiting",
         "Requests that the last forward pass left waiting for a later one.",
-        lambda now: now.engine.num_waiting,
+        lambda now: now.engine.status().num_waiting,
     ),
     Counter(
         "specwire_engine_forward_seconds_total",
         "Time in forward passes, sampling included.",
-        lambda now: now.engine.step_ns / 1e9,
+        lambda now: now.engine.status().step_ns / 1e9,
     ),
     Histogram("specwire_engine_step_sequences", "Sequences in a forward pass: the batch size.", _step_sizes),
     Counter(
-        "specwire_engine_tokens_total", "Tokens run through the model.", lambda now: now.engine.num_tokens
+        "specwire_engine_tokens_total",
+        "Tokens run through the model.",
+        lambda now: now.engine.status().num_tokens,
     ),
     Counter(
         "specwire_engine_prefix_cache_hit_tokens_total",
         "Tokens found in the KV cache instead of being run.",
-        lambda now: now.engine.num_hit_tokens,
+        lambda now: now.engine.status().num_hit_tokens,
     ),
     Counter(
         "specwire_engine_preemptions_total",
         "Sequences that lost their KV cache to another one, and ran their tokens again.",
-        lambda now: now.engine.num_preemptions,
+        lambda now: now.engine.status().num_preemptions,
     ),
     Gauge(
         "specwire_engine_kv_pages",
@@ -75,16 +70,14 @@ TABLE: tuple[Metric[EngineSnapshot], ...] = (
     Gauge(
         "specwire_engine_kv_pages_shared",
         "Of the held pages, those that more than one sequence holds.",
-        lambda now: now.pool.num_shared_pages,
+        lambda now: now.runner.pool.num_shared_pages,
     ),
-    Gauge("specwire_engine_kv_page_tokens", "Tokens that a page holds.", lambda now: now.pool.page_size),
+    Gauge(
+        "specwire_engine_kv_page_tokens", "Tokens that a page holds.", lambda now: now.runner.pool.page_size
+    ),
 )
 
 
-def group(service: ModelService, role: str) -> Group[EngineSnapshot]:
+def group(service: ModelService, role: str) -> Group[ModelService]:
     """The metrics of a running service, which is "draft" or "verify"."""
-
-    def take() -> EngineSnapshot:
-        return EngineSnapshot(service.engine.status(), service.runner.pool, service.max_sequences)
-
-    return Group(TABLE, take, {"role": role, "model_name": service.info.name})
+    return Group(TABLE, lambda: service, {"role": role, "model_name": service.info.name})

@@ -24,21 +24,20 @@ Sink = Callable[[Sequence[Result]], None]
 
 
 class Replies:
-    """Hands results from the engine thread to the event loops of their callers, each exactly once."""
+    """Hands results from the engine thread to the event loop of their callers, each exactly once."""
 
     def __init__(self) -> None:
-        self._pending: dict[Job, tuple[asyncio.AbstractEventLoop, Sink]] = {}  # event loops only
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending: dict[Job, Sink] = {}  # event loop only
         self._resolved: list[list[Result]] = []  # of one pass after another; engine thread only
         self._held_since_ns = 0  # engine thread only; 0 if nothing is held
-        self._loops: set[asyncio.AbstractEventLoop] = set()
 
     # --- called from the event loop ---
 
     def expect(self, job: Job, sink: Sink) -> None:
         """The sink is called, on this event loop, with all results that are there at the same time."""
-        loop = asyncio.get_running_loop()
-        self._loops.add(loop)
-        self._pending[job] = loop, sink
+        self._loop = asyncio.get_running_loop()
+        self._pending[job] = sink
 
     @property
     def num_pending(self) -> int:
@@ -49,13 +48,10 @@ class Replies:
         self._settle([[(job, error) for job in self._pending]])
 
     def _settle(self, passes: Sequence[Sequence[Result]]) -> None:
-        here = asyncio.get_running_loop()
         for results in passes:  # what a sink takes may make it expect a job of the next pass
             by_sink = defaultdict[Sink, list[Result]](list)
             for result in results:
-                loop, sink = self._pending.get(result[0], (None, None))
-                if loop is here and sink is not None:
-                    del self._pending[result[0]]
+                if sink := self._pending.pop(result[0], None):
                     by_sink[sink].append(result)
             for sink, own in by_sink.items():
                 sink(own)
@@ -91,8 +87,5 @@ class Replies:
         if not self._resolved:
             return
         resolved, self._resolved, self._held_since_ns = self._resolved, [], 0
-        for loop in list(self._loops):
-            if loop.is_closed():
-                self._loops.discard(loop)
-            else:
-                loop.call_soon_threadsafe(self._settle, resolved)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle, resolved)

@@ -1,4 +1,5 @@
-"""How many CPU threads the passes of an engine run on: no more than other processes leave cores free.
+"""The thread that computes, and how many CPU threads its passes run on: no more than other processes leave
+cores free.
 
 Threads of one pass meet at the end of each operation. Where more of them are runnable than there are cores,
 each meeting waits for one that does not run, and a pass takes 3 to 60 times as long. What others use is
@@ -10,15 +11,21 @@ same ones.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
+import queue
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
+from typing import Any, TypeVar
 
 from specwire.telemetry.logs import NOTICE
 
@@ -37,6 +44,50 @@ _CONTENDED = 0.1
 a busy process two threads on two cores wait for 0.4 of it; one thread waits for 0.01."""
 _CGROUP = Path("/sys/fs/cgroup")
 _STAT = Path("/proc/stat")
+_PR_SET_NAME = 15
+Result = TypeVar("Result")
+
+
+class ComputeThread:
+    """The one thread on which a service computes: runs functions in order, and never keeps a process alive.
+
+    OpenMP keeps a pool of workers for each thread that ever ran a parallel region. With the model loaded on
+    one thread and run on another, two pools would compete for the cores, and libgomp would not let workers
+    spin, which takes a third of a small model's pass. So loading happens on the engine's own thread too.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the thread and wait for what it returns or raises."""
+        future: Future[Result] = Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(settle)
+        return future.result()
+
+    def start(self, function: Callable[[], None]) -> None:
+        """Run a function on the thread, without waiting; it must not raise."""
+        self._calls.put(function)
+
+    def join(self) -> None:
+        """End the thread once all functions have run."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # Python itself names a thread for the system from 3.14 on
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, self._thread.name.encode()[:15], 0, 0, 0)
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 def spin_briefly(environ: MutableMapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from scipy import stats
 from specwire import ModelLoadError, Rule, SamplingParams
 from specwire.config.services import VerifyConfig
 from specwire.config.stack import StackConfig
-from specwire.engine import paced
+from specwire.engine import emulated
 from specwire.engine.emulated import EmulatedModel
 from specwire.errors import ConfigError
 from tests.support.harness import local_stack
@@ -70,14 +70,14 @@ class Clock:
 
 def test_what_is_left_is_slept_and_nothing_where_the_pass_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(paced, "time", clock)
+    monkeypatch.setattr(emulated, "time", clock)
 
     def run(feeds: Any, question: float, decide: Any) -> str:
         clock.now_s += question
         return "answer"
 
     runner = SimpleNamespace(run=run, end_step=lambda: clock.sleep(0.5))
-    paced.pace(runner, least_pass_s=4.0)
+    emulated.pace(runner, least_pass_s=4.0)
     for pass_s, expected_s in ((1.0, 3.0), (4.0, 0.0), (9.0, 0.0)):
         assert runner.run([], pass_s, None) == "answer"
         runner.end_step()

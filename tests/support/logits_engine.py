@@ -17,7 +17,7 @@ from specwire.core import Proposal
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.model.runner import ModelRunner
-from specwire.engine.thread import ComputeThread
+from specwire.engine.threads import ComputeThread
 from tests.support.harness import LoopThread
 from tests.support.integrity import check_integrity
 from tests.support.jobs import result_of

@@ -14,7 +14,7 @@ from specwire.engine.batch import Feed
 from specwire.engine.device import Decide, DeviceLostError
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.loop import Engine
-from specwire.engine.thread import ComputeThread
+from specwire.engine.threads import ComputeThread
 from tests.support.fixtures import entered
 from tests.support.harness import LoopThread
 from tests.support.integrity import check_integrity

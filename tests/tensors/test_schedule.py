@@ -16,7 +16,7 @@ from specwire.engine.batch import Feed
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
-from specwire.engine.thread import ComputeThread
+from specwire.engine.threads import ComputeThread
 from tests.support.fixtures import entered
 from tests.support.harness import LoopThread, local_stack
 from tests.support.jobs import result_of

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,13 +20,11 @@ from specwire.engine.attention.paged import PackedBatch
 from specwire.engine.batch import Batch, Feed, Segments
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
-from specwire.engine.counts import EngineStatus
 from specwire.engine.emulated import EmulatedModel, EmulatedRunner
-from specwire.engine.executor import StepExecutor
 from specwire.engine.jobs import Job, TokenSequence
+from specwire.engine.loop import Engine
 from specwire.engine.model.runner import ModelRunner
-from specwire.engine.replies import Replies
-from specwire.engine.schedule import Scheduler
+from specwire.engine.threads import ComputeThread
 from specwire.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from specwire.proposals.tree import TokenTree, path_to
 from specwire.rule.captured import EagerReplay
@@ -297,20 +296,23 @@ def test_moves_outlive_failed_passes_and_the_owner_of_the_pages(monkeypatch: pyt
 
 
 class _Steps:
-    """The scheduler and the executor of one engine, with a budget that is smaller than a tree."""
+    """The steps of one engine, with a budget that is smaller than a tree."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.logits = runner, torch.empty(0)
-        options = {"max_num_tokens": 24, "max_prefill_tokens": 24, "prefix_sharing": True}
-        self.sequences: list[TokenSequence] = []
-        self.scheduler = Scheduler(self.sequences, **options)  # type: ignore[arg-type]
-        decider = LogitsDecider(self._consume)
-        self.executor = StepExecutor(runner, decider, Replies(), EngineStatus(), prefix_sharing=True)
+        self.engine = Engine(
+            runner,
+            LogitsDecider(self._consume),
+            max_num_tokens=24,
+            max_prefill_tokens=24,
+            context_len=CONTEXT_LEN,
+            thread=Mock(ComputeThread),
+        )
 
     def run(self, token_ids: list[int], tree: TokenTree | None = None) -> TokenSequence:
         """Open a sequence with these tokens, and run them."""
-        sequence = _sequence(self.runner, token_ids, tree, len(self.sequences))
-        self.sequences.append(sequence)
+        sequence = _sequence(self.runner, token_ids, tree, len(self.engine._sequences))
+        self.engine._sequences.add(sequence)
         self.found = self.go_on(sequence)
         return sequence
 
@@ -318,7 +320,8 @@ class _Steps:
         """Run what the cache lacks; the tokens that were found instead."""
         job = Job(sequence, len(sequence.tokens), [], num_rows=1)
         while not job.done:
-            self.executor.run(self.scheduler.plan([job], 0))
+            step = self.engine._scheduler.plan([job], 0)
+            self.engine._run_passes(step.jobs, step.feeds)
         return job.num_cached_tokens
 
     def _consume(self, jobs: list[Job], logits: Tensor) -> None:
@@ -343,7 +346,7 @@ def test_only_committed_tokens_name_pages() -> None:
     steps.run(committed)
     assert steps.found > PREFIX_LEN, "what was kept and moved is known once it is committed"
     _assert_close(steps.logits, _alone("llama", [committed])[0][-1:])
-    for one in steps.sequences:
+    for one in steps.engine._sequences:
         one.cache.release()
     check_integrity(steps.runner.pool)
     assert steps.runner.pool.num_held_pages == 0
