@@ -18,7 +18,7 @@ def _noted(self: SequenceCache, pool: PagePool) -> None:
 
 
 _init = SequenceCache.__init__
-SequenceCache.__init__ = _noted  # type: ignore[method-assign]
+SequenceCache.__init__ = _noted  # type: ignore[assignment, method-assign]
 
 
 def open_sequences(pool: PagePool) -> list[SequenceCache]:
