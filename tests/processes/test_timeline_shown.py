@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from specwire.cli import main as cli
 from specwire.completion import Stage
 from specwire.errors import ConfigError
+from specwire.telemetry import semantics as names
 from tests.support.command_line import one_line_error, usage_error
 from tests.support.processes import START_S, running, wait_until
 from tests.support.traces import MS, Trace, exported, laid_out, saved, three_rounds
@@ -145,7 +146,7 @@ class TestPerfetto:
         assert spent_ms["draft.forward"] == stages_ms[Stage.DRAFT]
         assert spent_ms["network"] == stages_ms[Stage.VERIFY_NETWORK] + stages_ms[Stage.DRAFT_NETWORK]
         assert spent_ms["generate"] == spent_ms["round"] == 100
-        assert found["otherData"]["trace_id"] == timeline.trace_id
+        assert found["otherData"]["trace_id"] == timeline.root.trace_id
 
     def test_overlapping_requests_are_on_several_threads(self) -> None:
         trace = Trace()
@@ -248,9 +249,9 @@ class TestThroughRealServices:
         assert cli.main(["timeline", *flags, "--out", outs[0], "--perfetto", outs[1]]) == 0
         assert capsys.readouterr().out.split() == outs
         timeline = drawn[0]
-        assert (timeline.num_tokens, timeline.notes) == (24, [])
+        assert (timeline.root.count(names.GEN_AI_USAGE_OUTPUT_TOKENS), timeline.notes) == (24, [])
         assert len(timeline.rounds) == timeline.num_rounds
-        assert sum(timeline.stages_ms.values()) == pytest.approx(timeline.total_ns / MS, abs=1)
+        assert sum(timeline.stages_ms.values()) == pytest.approx(timeline.root.duration_ns / MS, abs=1)
         # The target takes 10 ms a round, whatever else this machine does.
         assert timeline.stages_ms[Stage.VERIFY] >= 0.9 * 10 * timeline.num_rounds
         _check_nesting(json.loads(Path(outs[1]).read_text())["traceEvents"])

@@ -17,7 +17,7 @@ from specwire.telemetry import semantics as names
 from tests.support.traces import MS, TRACE, Trace, laid_out, saved, three_rounds
 from tools.timeline import picture
 from tools.timeline.generation import choose, is_complete
-from tools.timeline.intervals import difference, intersection, length, union
+from tools.timeline.intervals import gaps, intersection, union
 from tools.timeline.layout import Bar, BarKind, Lane, Mark, Timeline
 from tools.timeline.spans import SpanEvent, read
 
@@ -160,10 +160,10 @@ def test_intervals_by_hand() -> None:
     left, right = union([(0, 4), (2, 6), (9, 9), (8, 10)]), [(1, 3), (5, 9)]
     assert left == [(0, 6), (8, 10)]
     assert intersection(left, right) == [(1, 3), (5, 6), (8, 9)]
-    assert difference(left, right) == [(0, 1), (3, 5), (9, 10)]
-    assert difference(left, []) == left
-    assert difference([], right) == []
-    assert length(left) == 8
+    assert gaps((0, 10), right) == [(0, 1), (3, 5), (9, 10)]
+    assert gaps((2, 6), [(5, 9), (0, 3)]) == [(3, 5)]
+    assert gaps((2, 3), right) == []
+    assert gaps((3, 4), right) == gaps((3, 4), []) == [(3, 4)]
 
 
 class TestLayout:
@@ -179,7 +179,7 @@ class TestLayout:
         assert timeline.overlaps == [(22 * MS, 40 * MS), (52 * MS, 62 * MS)]
         assert timeline.overlap_share == pytest.approx(0.28)
         found = [
-            (bar.lane, bar.row, bar.title, *interval_ms(bar))
+            (bar.kind.lane, bar.row, bar.title, *interval_ms(bar))
             for bar in timeline.bars
             if bar.start_ns < 50 * MS
         ]
@@ -208,7 +208,7 @@ class TestLayout:
         trace.spans = spans
         trace.add("verify.queue", 21, 24, serve.span_id)
         trace.add("verify.forward", 24, 45, serve.span_id)
-        found = [bar for bar in laid_out(trace.spans).bars if bar.lane is Lane.VERIFY]
+        found = [bar for bar in laid_out(trace.spans).bars if bar.kind.lane is Lane.VERIFY]
         kinds = (BarKind.VERIFY_QUEUE, BarKind.VERIFY_FORWARD, BarKind.VERIFY_HANDLING)
         assert [bar.kind for bar in found[:3]] == [*kinds]
         assert [interval_ms(bar) for bar in found[:3]] == [(21, 24), (24, 45), (45, 47)]

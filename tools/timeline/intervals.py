@@ -1,4 +1,4 @@
-"""Sets of times as sorted, disjoint intervals [start, end); lengths in the unit of the ends."""
+"""Sets of times as sorted, disjoint intervals [start, end)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
+def gaps(whole: Interval, intervals: Iterable[Interval]) -> list[Interval]:
+    """What any intervals leave of one."""
+    found, (at, end) = [], whole
+    for first, last in union(intervals):
+        if at < min(first, end):
+            found.append((at, min(first, end)))
+        at = max(at, last)
+    return [*found, (at, end)] if at < end else found
+
+
 def intersection(left: list[Interval], right: list[Interval]) -> list[Interval]:
     """Times in both; both are unions."""
     found, i, j = [], 0, 0
@@ -30,18 +40,3 @@ def intersection(left: list[Interval], right: list[Interval]) -> list[Interval]:
         else:
             j += 1
     return found
-
-
-def difference(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """Times in `left` only; both are unions."""
-    if not left:
-        return []
-    first, last = left[0][0], left[-1][1]
-    edges = [first, *(edge for interval in right for edge in interval), last]
-    gaps = [gap for gap in zip(edges[::2], edges[1::2], strict=True) if gap[0] < gap[1]]
-    return intersection(left, gaps)
-
-
-def length(intervals: list[Interval]) -> int:
-    """Total length of a union."""
-    return sum(end - start for start, end in intervals)

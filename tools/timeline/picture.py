@@ -11,36 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from specwire.telemetry import semantics as names
 from tools.timeline.layout import Bar, BarKind, Lane, Mark, RoundFigures, Timeline
 
 MAX_ROUNDS = 12
 """With more, rounds are too narrow for their labels, unless the picture grows."""
-KINDS = {
-    BarKind.ADMISSION: ("#b794f4", "waiting for a slot"),
-    BarKind.OUTSIDE: ("#cbd5a0", "outside of rounds: emit, client_credit, coordinator"),
-    BarKind.ACCEPT: ("#2d3748", "the rule"),
-    BarKind.DRAFT_QUEUE: ("#f3cfa8", "waiting for the draft"),
-    BarKind.DRAFT_FORWARD: ("#dd6b20", "draft, on request"),
-    BarKind.DRAFT_HANDLING: ("#9c6b4a", "handling in the draft service"),
-    BarKind.DRAFT_UNANSWERED: ("#f6c6c6", "in the draft service, not answered"),
-    BarKind.DRAFT_PREPARE: ("#97266d", "draft, prepared ahead (→ round that used it)"),
-    BarKind.VERIFY_QUEUE: ("#bcd4ee", "waiting for the target"),
-    BarKind.VERIFY_FORWARD: ("#2b6cb0", "target"),
-    BarKind.VERIFY_HANDLING: ("#1a365d", "handling in the verify service"),
-    BarKind.VERIFY_UNANSWERED: ("#f6c6c6", "in the verify service, not answered"),
-    BarKind.NETWORK: ("#8a94a3", "on the way: network and gRPC"),
-    BarKind.UNKNOWN: ("#d6dae0", "call without a span of the service"),
-    BarKind.FAILED: ("#e53e3e", "call that failed or was too late"),
-    BarKind.EVENT: ("#c53030", "event"),
-}
-"""Colour and meaning."""
-MARKS = {
-    Mark.HIT: ("#c6efd6", "✓ hit: prepared before it was requested"),
-    Mark.BEGUN: ("#cdeef0", "◐ begun before it was requested"),
-    Mark.MISS: ("#fbd5d5", "✗ miss: drafted on request"),
-    Mark.LOST: ("#f7dcb4", "! lost: no draft there, or too late"),
-    Mark.PLAIN: ("#e5e8ec", "– plain: nothing drafted"),
-}
 _OVERLAP = ("#fbf0c4", "draft and target at once")
 _MAX_TEXT = 200
 _WIDTH, _LEFT, _ROW, _GAP, _LINE, _CHARACTER = 1400, 100, 28, 10, 20, 7.5
@@ -62,15 +37,15 @@ def render(timeline: Timeline) -> str:
 
 def facts(timeline: Timeline) -> dict[str, str]:
     """The figures at the top, by name, without the stages."""
-    window_ns = timeline.end_ns - timeline.start_ns
+    num_tokens = timeline.root.count(names.GEN_AI_USAGE_OUTPUT_TOKENS)
     found = {
-        "tokens": "not known" if timeline.num_tokens is None else str(timeline.num_tokens),
-        "total time": f"{timeline.total_ns / 1e6:.1f} ms",
+        "tokens": str(num_tokens or "not known"),
+        "total time": f"{timeline.root.duration_ns / 1e6:.1f} ms",
         "rounds": str(timeline.num_rounds),
     }
-    if len(timeline.rounds) < timeline.num_rounds:
-        shown = timeline.rounds
-        found["shown"] = f"rounds {shown[0].number} to {shown[-1].number}, {window_ns / 1e6:.1f} ms"
+    shown, shown_ns = timeline.rounds, timeline.end_ns - timeline.start_ns
+    if len(shown) < timeline.num_rounds:
+        found["shown"] = f"rounds {shown[0].number} to {shown[-1].number}, {shown_ns / 1e6:.1f} ms"
     return found | {"hits": _hits(timeline), "both at once": f"{timeline.overlap_share:.0%}"}
 
 
@@ -81,8 +56,9 @@ def stage_facts(timeline: Timeline) -> dict[str, str]:
         stage.replace("_", " "): f"{spent_ms:.1f} ms ({spent_ms / total_ms:.0%})"
         for stage, spent_ms in timeline.stages_ms.items()
     }
-    if timeline.ahead_ms is not None:
-        found["ahead"] = f"{timeline.ahead_ms:.1f} ms, beside the others"
+    ahead_ms = timeline.root.number(names.AHEAD_MS)
+    if ahead_ms is not None:
+        found["ahead"] = f"{ahead_ms:.1f} ms, beside the others"
     return found
 
 
@@ -106,7 +82,7 @@ class _Picture:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.rounds = {one.span_id: one for one in timeline.rounds}
+        self.rounds = {one.span.span_id: one for one in timeline.rounds}
         self.width = _LEFT + max(1, len(timeline.rounds) / MAX_ROUNDS) * (_WIDTH - _LEFT)
         self.per_ns = (self.width - _LEFT) / max(1, timeline.end_ns - timeline.start_ns)
         self.head = [*_lines(facts(timeline)), *_lines(stage_facts(timeline))]
@@ -137,7 +113,7 @@ class _Picture:
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {about} {style}>\n{body}\n</svg>\n'
 
     def _head(self) -> Iterator[str]:
-        model = _printable(self.timeline.model) or "a model that is not named"
+        model = _printable(self.timeline.root.text(names.GEN_AI_REQUEST_MODEL)) or "a model that is not named"
         yield f'<text x="8" y="{_LINE}" font-size="15" font-weight="bold">One generation of {model}</text>'
         for number, line in enumerate(self.head, 2):
             yield f'<text x="8" y="{number * _LINE}">{html.escape(line)}</text>'
@@ -156,7 +132,7 @@ class _Picture:
     def _bar(self, bar: Bar) -> Iterator[str]:
         """Its rectangle, and its label where it fits; an event is a cross with its label beside it."""
         left, right = self._x(bar.start_ns), self._x(bar.end_ns)
-        top = self.lanes[bar.lane][0] + bar.row * _ROW
+        top = self.lanes[bar.kind.lane][0] + bar.row * _ROW
         base, one = top + _ROW / 2 + 4, self.rounds.get(bar.span.span_id)
         title = f"<title>{_about(bar, one)}</title>"
         if bar.kind is BarKind.EVENT:
@@ -164,12 +140,12 @@ class _Picture:
             where = (
                 f'x="{left:.1f}" y="{base}" text-anchor="{"end" if left > 0.85 * self.width else "start"}"'
             )
-            yield f'<text {where} fill="{KINDS[bar.kind][0]}">{text}</text>'
+            yield f'<text {where} fill="{bar.kind.colour}">{text}</text>'
         elif bar.kind is not BarKind.ROUND:
-            yield _rect(left, top + 2, right, top + _ROW - 2, KINDS[bar.kind][0], title)
+            yield _rect(left, top + 2, right, top + _ROW - 2, bar.kind.colour, title)
             yield from self._label([bar.label], (left, right), base, "#ffffff")
         elif one is not None:
-            yield _rect(left, top + 1, right - 1, top + _ROW - 1, MARKS[one.mark][0], title)
+            yield _rect(left, top + 1, right - 1, top + _ROW - 1, one.mark.colour, title)
             yield from self._label(one.labels, (left, right), base, "#1a202c")
 
     def _label(self, texts: list[str], ends: tuple[float, float], y: float, colour: str) -> Iterator[str]:
@@ -180,10 +156,10 @@ class _Picture:
             yield f'<text {where} fill="{colour}">{_printable(text)}</text>'
 
     def _legend(self) -> Iterator[str]:
-        kinds = {bar.kind for bar in self.timeline.bars}
+        kinds = {bar.kind for bar in self.timeline.bars} - {BarKind.ROUND}
         marks = {one.mark for one in self.timeline.rounds}
-        entries = [entry for mark, entry in MARKS.items() if mark in marks]
-        entries += [entry for kind, entry in KINDS.items() if kind in kinds]
+        entries = [(mark.colour, f"{mark.sign} {mark.meaning}") for mark in Mark if mark in marks]
+        entries += [(kind.colour, kind.meaning) for kind in BarKind if kind in kinds]
         entries += [_OVERLAP] if self.timeline.overlaps else []
         for number, (colour, text) in enumerate(entries):
             row, column = divmod(number, _LEGEND_A_LINE)

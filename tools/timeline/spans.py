@@ -7,12 +7,14 @@ array of them, as the whole file. Unlike in other protobuf JSON, ids are hex.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specwire.errors import ConfigError
+from specwire.telemetry import semantics as names
 from tools.files import read_text
 
 Value = str | bool | int | float | Sequence[Any] | Mapping[str, Any] | None
@@ -27,8 +29,7 @@ class SpanLink(NamedTuple):
     span_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class SpanEvent:
+class SpanEvent(NamedTuple):
     """Something that happened at one moment of a span, by the clock of its process."""
 
     name: str
@@ -64,8 +65,34 @@ class RecordedSpan:
         return str(self.resource.get("service.name", ""))
 
     @property
+    def interval(self) -> tuple[int, int]:
+        return self.start_ns, self.end_ns
+
+    @property
     def duration_ns(self) -> int:
         return self.end_ns - self.start_ns
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether an error or a cancel ended it."""
+        return self.is_error or names.ERROR_TYPE in self.attributes
+
+    def count(self, name: str, default: int = 0) -> int:
+        """A count in an attribute, or the default, as spans are untrusted."""
+        value = self.attributes.get(name)
+        return value if type(value) is int and value >= 0 else default
+
+    def text(self, name: str) -> str:
+        """A text in an attribute; empty without one."""
+        value = self.attributes.get(name)
+        return value if isinstance(value, str) else ""
+
+    def number(self, name: str) -> float | None:
+        """A number in an attribute that is no less than 0; None without one."""
+        value = self.attributes.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            return None
+        return float(value)
 
 
 def read(path: Path) -> list[RecordedSpan]:
