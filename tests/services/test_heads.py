@@ -30,9 +30,10 @@ from tests.support.heads import save_heads
 from tests.support.integrity import check_integrity
 from tests.support.pairs import save_target
 from tests.support.tiny_models import build
+from tools import training as shared_training
 from tools.drafts import SearchLayersConfig, TrainEagle3Config, TrainHeadsConfig, search_layers
 from tools.eagle3 import training as eagle3_training
-from tools.heads import descent, training
+from tools.heads import training
 from tools.layers import search
 from tools.layers.objective import Costs, Promise, Trials, num_pages, promise
 
@@ -114,7 +115,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_an_interrupted_training_goes_on(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same heads as of one that was not interrupted, bit for bit, and nothing is done twice."""
-    monkeypatch.setattr(descent, "_SAVE_STEPS", 2)
+    monkeypatch.setattr(shared_training, "_SAVE_STEPS", 2)
     settings = {"text": str(text), "tokens": 2048, "num_features": 32, "num_heads": 2, "steps": 4}
     whole = TrainHeadsConfig(**settings, out=str(tmp_path / "whole"), num_threads=1)  # type: ignore[arg-type]
     made = training.train(whole, Bar())
@@ -153,7 +154,7 @@ def tokens_a_pass(method: str, **drafts: str) -> float:
 @pytest.mark.slow
 def test_an_eagle3_of_a_text_proposes_it(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the target's tokens; an interrupted training ends with the same files, bit for bit."""
-    monkeypatch.setattr(eagle3_training, "_SAVE_STEPS", 12)
+    monkeypatch.setattr(shared_training, "_SAVE_STEPS", 12)
     whole, parts = (
         TrainEagle3Config(
             text=str(text), out=str(tmp_path / name), steps=40, draft_vocab_size=1024, num_threads=1

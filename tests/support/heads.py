@@ -12,7 +12,8 @@ from specwire.engine.heads.model import Head
 from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import load_model
 from tools.heads.fit import Inputs, fit
-from tools.heads.states import Kept, run_text
+from tools.heads.states import run_text
+from tools.training import Kept
 
 NUM_HEADS, NUM_FEATURES = 2, 128
 NUM_TOKENS = 2048
@@ -25,8 +26,8 @@ def save_heads(directory: Path, target: Path, *, is_hostile: bool = False) -> Pa
     model.requires_grad_(False)
     directory.mkdir(parents=True)
     token_ids = np.random.default_rng(0).integers(model.config.vocab_size, size=NUM_TOKENS)
-    text = run_text(model, token_ids, Kept(directory, "random"), lambda _: None)
-    inputs = Inputs(text, model.get_input_embeddings(), NUM_HEADS)
+    states = run_text(model, token_ids, Kept(directory, "random"), lambda _: None)
+    inputs = Inputs(token_ids, states, model.get_input_embeddings(), NUM_HEADS)
     heads: list[Head] = []
     while len(heads) < NUM_HEADS:
         heads.append(fit(inputs, heads, NUM_FEATURES, lambda _: None))
@@ -36,8 +37,8 @@ def save_heads(directory: Path, target: Path, *, is_hostile: bool = False) -> Pa
         target=target.name,
         target_fingerprint=weights_fingerprint(target),
         num_heads=len(heads),
-        state_size=text.states.shape[1],
-        embedding_size=heads[0].up.shape[1] - text.states.shape[1],
+        state_size=states.shape[1],
+        embedding_size=heads[0].up.shape[1] - states.shape[1],
         num_features=NUM_FEATURES,
     )
     files.save(directory, config, {k: w for i, head in enumerate(heads) for k, w in head.named(i).items()})

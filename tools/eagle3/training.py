@@ -1,13 +1,13 @@
 """`specwire train-eagle3`: from a target and a text to an EAGLE-3, in SafeAILab's layout.
 
 The target runs windows of the text, and the EAGLE-3 learns its distributions (`unrolled`). Embeddings are the
-target's; the output layer begins as the target's. Now and then all is saved, so that an interrupted training
-goes on.
+target's; the output layer begins as the target's.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +22,31 @@ from specwire.engine.model.drafter import bare_rows
 from specwire.engine.model.eagle3 import Eagle3, read_settings
 from tools.drafts import Bar, TrainEagle3Config
 from tools.eagle3.unrolled import loss_of
-from tools.heads.states import Kept
-from tools.heads.training import prepared, text_name
+from tools.training import Kept, descend, prepared
 
 _WINDOW, _NUM_WINDOWS = 128, 16
 """Tokens of a step."""
 _RATE, _WARMUP = 2e-3, 0.02
-_SAVE_STEPS = 50
-_PARTIAL = "training.pt"
 
 
 def train(config: TrainEagle3Config, bar: Bar) -> Path:
-    """Train an EAGLE-3 and write it; returns its directory.
-
-    Raises:
-        ConfigError: the text is too short, or is no UTF-8.
-        ModelLoadError: the target cannot be loaded, or has no tokenizer.
-    """
-    model, text, of = prepared(config, _WINDOW)
+    """Train an EAGLE-3 and write it; returns its directory. Errors as of `prepared`."""
+    model, text, _, kept = prepared(config, _WINDOW)
     made = layer_config(model, config.draft_vocab_size)
     counts = np.bincount(text, minlength=made["vocab_size"])
     most_frequent = np.sort(np.argsort(-counts, kind="stable")[: made["draft_vocab_size"]])
     drafter = untrained(model, made, torch.from_numpy(most_frequent.astype(np.int64)))
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"{of} {text_name(text)} {config.depth} {config.steps} {made['draft_vocab_size']}"
-    _fit(model, drafter, torch.from_numpy(text), config, Kept(out, name), bar)
+    kept = kept.narrowed(config.depth, config.steps, made["draft_vocab_size"])
+    _fit(model, drafter, torch.from_numpy(text), config, kept, bar)
     tensors = {
         name.replace("layer.", "midlayer.", 1): weight.detach() for name, weight in drafter.named_parameters()
     }
     tensors["d2t"] = drafter.target_ids - torch.arange(len(drafter.target_ids))
     tensors["t2d"] = torch.isin(torch.arange(made["vocab_size"]), drafter.target_ids)
+    out = Path(config.out)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(made, indent=2))
-    (out / _PARTIAL).unlink(missing_ok=True)
+    shutil.rmtree(kept.directory)
     return out
 
 
@@ -96,40 +87,28 @@ def untrained(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:
 
 
 def _fit(model: Any, drafter: Eagle3, text: Tensor, config: TrainEagle3Config, kept: Kept, bar: Bar) -> None:
-    """All steps, those before an interruption included: matrices by Muon, which computes in bfloat16 and is
-    left out where the processor does not; the rest by AdamW."""
-    is_fast, every = is_native("bfloat16"), dict(drafter.named_parameters())
-    inside = [each for name, each in every.items() if is_fast and each.ndim == 2 and "lm_head" not in name]
-    known = {id(each) for each in inside}
-    others = [each for each in every.values() if id(each) not in known]
+    """All steps: matrices by Muon, which computes in bfloat16 and is left out where the processor does not;
+    the rest by AdamW."""
+    is_fast, inside, others = is_native("bfloat16"), list[Tensor](), list[Tensor]()
+    for name, each in drafter.named_parameters():
+        is_inside = is_fast and each.ndim == 2 and "lm_head" not in name
+        (inside if is_inside else others).append(each)
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)
     ]
     if inside:
         optimizers.insert(0, torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
-    num_done = 0
-    if before := kept.load(_PARTIAL):
-        drafter.load_state_dict(before["drafter"])
-        for optimizer, state in zip(optimizers, before["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        num_done = before["num_done"]
+
+    def loss_at(step: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_fast):
+            return loss_of(model, drafter, _windows(text, step), config.depth)
+
+    def rate_at(step: int) -> float:
+        progress = step / config.steps
+        return _RATE * min(1.0, (progress + 1e-3) / _WARMUP, 2 * (1 - progress))
+
     with bar("steps", config.steps) as advance:
-        advance(num_done)
-        for step in range(num_done, config.steps):
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_fast):
-                loss = loss_of(model, drafter, _windows(text, step), config.depth)
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(every.values(), 1.0)
-            progress = step / config.steps
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = _RATE * min(1.0, (progress + 1e-3) / _WARMUP, 2 * (1 - progress))
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            advance(1)
-            if (step + 1) % _SAVE_STEPS == 0:
-                done = {"num_done": step + 1, "drafter": drafter.state_dict()}
-                kept.save(_PARTIAL, done | {"optimizers": [each.state_dict() for each in optimizers]})
+        descend(optimizers, loss_at, rate_at, config.steps, kept, advance)
 
 
 def _windows(text: Tensor, step: int) -> Tensor:

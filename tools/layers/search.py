@@ -26,10 +26,9 @@ from specwire.engine.model.fingerprint import weights_fingerprint
 from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
-from specwire.text import tokenizer
 from tools.drafts import Bar, SearchLayersConfig
-from tools.files import read_text
 from tools.layers.objective import Promise, Trials, num_pages, promise
+from tools.training import tokenizer_and_text
 
 PROMPT_LEN, _LEAST_PROMPT_LEN = 64, 8
 """Tokens of each prompt."""
@@ -55,8 +54,8 @@ def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
     extras.require("specwire search-layers", "search")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    prompts = _prompts(config)
     source = boot.resolve(config.target, "verify")
-    prompts = _prompts(config, source)
     dtype = "float32" if config.target == EMBEDDED and config.device == "cpu" else config.dtype
     room = num_pages(len(prompts), PROMPT_LEN, config.num_draft_tokens, _PAGE_SIZE)
     model = load_model(source, dtype=dtype, device=config.device)
@@ -160,12 +159,9 @@ def _untried(
         wanted[rng.integers(len(blocks))] ^= True
 
 
-def _prompts(config: SearchLayersConfig, source: str) -> list[list[int]]:
+def _prompts(config: SearchLayersConfig) -> list[list[int]]:
     """Pieces of the text, at even distances."""
-    loaded = tokenizer.load(source)
-    if loaded is None:
-        raise ConfigError(f"--target {config.target}: has no tokenizer")
-    text = read_text("--text", config.text)
+    loaded, text = tokenizer_and_text(config)
     size = len(text) // config.prompts
     pieces = [loaded.encode(text[i * size : (i + 1) * size])[:PROMPT_LEN] for i in range(config.prompts)]
     pieces = [piece for piece in pieces if len(piece) >= _LEAST_PROMPT_LEN]
