@@ -9,25 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from specwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_COMPRESSIONS = ("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION")
-_HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
-_FILES = (
-    *("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE"),
-    *("OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY", "OTEL_EXPORTER_OTLP_CLIENT_KEY"),
-    *("OTEL_EXPORTER_OTLP_TRACES_CLIENT_CERTIFICATE", "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"),
-)
 _SAMPLERS = (
     *("always_on", "always_off", "traceidratio"),
     *("parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio"),
@@ -47,6 +36,11 @@ def variable(*names: str) -> str:
     return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
 
 
+def _otlp(setting: str) -> tuple[str, str]:
+    """The variables with a setting of the exporter: that for traces counts before the one for all signals."""
+    return f"OTEL_EXPORTER_OTLP_TRACES_{setting}", f"OTEL_EXPORTER_OTLP_{setting}"
+
+
 def is_tracing_requested() -> bool:
     """Whether the variables name an exporter, or where to."""
     if variable("OTEL_SDK_DISABLED").lower() == "true":
@@ -54,33 +48,18 @@ def is_tracing_requested() -> bool:
     exporter = variable("OTEL_TRACES_EXPORTER")
     if exporter not in ("", "none", "otlp"):
         raise ConfigError(f"OTEL_TRACES_EXPORTER={exporter}: must be otlp or none")
-    return exporter == "otlp" or (exporter == "" and bool(variable(*_ENDPOINTS)))
+    return exporter == "otlp" or (exporter == "" and bool(variable(*_otlp("ENDPOINT"))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """How spans are queued and exported.
-
-    Attributes:
-        max_queued: ended spans that wait, `OTEL_BSP_MAX_QUEUE_SIZE`.
-        max_batch: spans of one export, `OTEL_BSP_MAX_EXPORT_BATCH_SIZE`; at most `max_queued`.
-        delay_ms: longest wait for a full batch, `OTEL_BSP_SCHEDULE_DELAY`.
-    """
-
-    max_queued: int = 2048
-    max_batch: int = 512
-    delay_ms: int = 5000
-
-    @classmethod
-    def from_environment(cls) -> Self:
-        """As the variables say."""
-        max_queued = _whole("OTEL_BSP_MAX_QUEUE_SIZE", cls().max_queued)
-        batch_name = "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
-        max_batch = _whole(batch_name, min(cls().max_batch, max_queued))
-        if max_batch > max_queued:
-            raise ConfigError(f"{batch_name}={max_batch}: is over OTEL_BSP_MAX_QUEUE_SIZE={max_queued}")
-        delay_ms = _whole("OTEL_BSP_SCHEDULE_DELAY", cls().delay_ms)
-        return cls(max_queued=max_queued, max_batch=max_batch, delay_ms=delay_ms)
+def batch_limits() -> tuple[int, int, int]:
+    """Ended spans that may wait, their longest wait for a full batch in ms, and the spans of a batch:
+    `OTEL_BSP_*`."""
+    max_queued = _whole("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
+    batch_name = "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
+    max_batch = _whole(batch_name, min(512, max_queued))
+    if max_batch > max_queued:
+        raise ConfigError(f"{batch_name}={max_batch}: is over OTEL_BSP_MAX_QUEUE_SIZE={max_queued}")
+    return max_queued, _whole("OTEL_BSP_SCHEDULE_DELAY", 5000), max_batch
 
 
 def has_span_limits() -> bool:
@@ -99,11 +78,11 @@ def check() -> None:
         if variable(name):
             _whole(name, 0, least=0)
     compressions = ("gzip",) if _protocol() == "grpc" else ("none", "gzip", "deflate")
-    for name in _COMPRESSIONS:
+    for name in _otlp("COMPRESSION"):
         _check(name, lambda value: value.lower() in compressions, "is no compression of this protocol")
-    for name in (*_HEADERS, "OTEL_RESOURCE_ATTRIBUTES"):
+    for name in (*_otlp("HEADERS"), "OTEL_RESOURCE_ATTRIBUTES"):
         _check(name, _is_pairs, "is not name=value,...")
-    for name in _FILES:
+    for name in (*_otlp("CERTIFICATE"), *_otlp("CLIENT_KEY"), *_otlp("CLIENT_CERTIFICATE")):
         _check(name, lambda value: Path(value).is_file(), "is not a file")
 
 
@@ -126,13 +105,13 @@ def exporter() -> SpanExporter:
 
 
 def _protocol() -> str:
-    return variable(*_PROTOCOLS) or "grpc"
+    return variable(*_otlp("PROTOCOL")) or "grpc"
 
 
 def _export_timeout_s() -> float:
     """Of one export, in seconds: the shorter of OTLP's (in seconds) and the batch processor's (in ms)."""
     timeout_s = _EXPORT_TIMEOUT_S
-    for name in reversed(_TIMEOUTS):
+    for name in reversed(_otlp("TIMEOUT")):
         if text := variable(name):
             timeout_s = _number(name, text)
             if timeout_s <= 0:

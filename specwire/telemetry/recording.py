@@ -29,11 +29,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from specwire import __version__
 from specwire.telemetry import environment
-from specwire.telemetry.environment import BatchLimits
 from specwire.telemetry.propagation import W3C, Propagators, TraceContext
 from specwire.telemetry.semantics import ERROR_TYPE, GENERATE
 from specwire.telemetry.span_queue import SpanQueue
-from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanCounts, SpanKind, Tracing
+from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanKind, Tracing
 
 _LOG_INTERVAL_S = 60.0
 _SWITCH_S = 0.0005
@@ -134,17 +133,17 @@ class Exporting(_OpenTelemetry):
         sys.setswitchinterval(_SWITCH_S)
         self._log = _OccasionalLog()
         provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)
-        self._queue = SpanQueue(exporter, BatchLimits.from_environment())
+        self._queue = SpanQueue(exporter, *environment.batch_limits())
         provider.add_span_processor(self._queue)
         self._provider = provider
         # Other samplers may record children of a span that is not recorded.
         self._sheds = isinstance(provider.sampler, ParentBased)
         # With limits of its own a span is the SDK's, which applies them.
         self._is_quick = self._sheds and not environment.has_span_limits()
-        self._num_untraced = 0
         self._resource = provider.resource
         self._scope = InstrumentationScope("specwire", __version__)
         super().__init__(provider.get_tracer("specwire", __version__), propagators)
+        self.counts = self._queue.counts
         # The SDK's shutdown takes up to 30 s, and no thread can be started at exit: this one waits for it.
         self._stop, self._stopped = threading.Event(), threading.Event()
         threading.Thread(target=self._stop_provider, name="specwire-tracing-stop", daemon=True).start()
@@ -193,22 +192,11 @@ class Exporting(_OpenTelemetry):
     def _drop(self, name: str, context: TraceContext) -> Span:
         """Count a span that is not created; its stand-in is unsampled, and so are its children."""
         if name == GENERATE:
-            self._num_untraced += 1
+            self.counts.num_untraced += 1
         else:
             self._queue.drop()
         traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
         return Span(TraceContext(traceparent, baggage=context.baggage))
-
-    @property
-    def counts(self) -> SpanCounts:
-        queue = self._queue
-        return SpanCounts(
-            num_queued=queue.num_queued,
-            num_exported=queue.exports.num_exported,
-            num_dropped=queue.num_dropped,
-            num_failed=queue.exports.num_failed,
-            num_untraced=self._num_untraced,
-        )
 
     def shutdown(self, timeout_ms: int = 1000) -> None:
         atexit.unregister(self.shutdown)

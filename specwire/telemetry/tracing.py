@@ -28,23 +28,30 @@ from specwire.telemetry.propagation import NO_CONTEXT, W3C, Propagators, TraceCo
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpanCounts:
-    """What became of a process's spans.
+    """What became of a process's spans; all 0 without tracing.
 
     Attributes:
-        num_queued: waiting for their export, or being exported.
+        num_accepted: queued, to be exported.
+        num_taken: whose export has begun.
         num_exported: accepted by a collector.
-        num_dropped: not created or not queued because the queue was full; their descendants do not count.
         num_failed: exported without success.
+        num_dropped: not created or not queued because the queue was full; their descendants do not count.
         num_untraced: generations that were not traced because the queue was full when they began.
     """
 
-    num_queued: int = 0
+    num_accepted: int = 0
+    num_taken: int = 0
     num_exported: int = 0
-    num_dropped: int = 0
     num_failed: int = 0
+    num_dropped: int = 0
     num_untraced: int = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting for their export, or being exported."""
+        return self.num_accepted - self.num_exported - self.num_failed
 
 
 class SpanKind(enum.Enum):
@@ -132,12 +139,14 @@ class Tracing:
     Attributes:
         enabled: False where all of this does nothing; for callers that would have to work for an attribute.
         propagators: reads and writes the headers of calls, with tracing or without.
+        counts: what became of the spans so far.
     """
 
     enabled = False
 
     def __init__(self, propagators: Propagators = W3C) -> None:
         self.propagators = propagators
+        self.counts = SpanCounts()
 
     def span(
         self,
@@ -158,11 +167,6 @@ class Tracing:
         if not parent:
             return NO_SPAN
         return Span(parent if isinstance(parent, TraceContext) else TraceContext(parent))
-
-    @property
-    def counts(self) -> SpanCounts:
-        """What became of the spans so far; all 0 without tracing."""
-        return SpanCounts()
 
     def shutdown(self, timeout_ms: int = 1000) -> None:
         """Export what is left and stop; what is not exported by the timeout is lost. Also happens at exit."""

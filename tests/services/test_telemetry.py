@@ -18,7 +18,6 @@ from specwire import Rule, SamplingParams
 from specwire.engine.metrics import TABLE as ENGINE
 from specwire.telemetry import semantics as names
 from specwire.telemetry import tracing
-from specwire.telemetry.environment import BatchLimits
 from specwire.telemetry.metrics import TRACING
 from specwire.telemetry.span_queue import SpanQueue
 from tests.support.harness import local_stack
@@ -163,7 +162,7 @@ class Switched(SpanExporter):
 
 def test_a_collector_that_fails_is_sent_little_until_it_is_back() -> None:
     exporter, provider = Switched(), TracerProvider(shutdown_on_exit=False)
-    queue = SpanQueue(exporter, BatchLimits(max_queued=1000))
+    queue = SpanQueue(exporter, 1000, 5000, 512)
     provider.add_span_processor(queue)
     tracer = provider.get_tracer("test")
 
@@ -173,14 +172,15 @@ def test_a_collector_that_fails_is_sent_little_until_it_is_back() -> None:
 
     end(1)
     queue.force_flush()
-    assert (queue.exports.num_failed, queue.num_dropped) == (1, 0)
+    counts = queue.counts
+    assert (counts.num_failed, counts.num_dropped) == (1, 0)
     end(500)
-    assert queue.num_queued <= 64
-    assert queue.num_dropped > 0
+    assert counts.num_queued <= 64
+    assert counts.num_dropped > 0
     exporter.result = SpanExportResult.SUCCESS
     queue.force_flush()
-    num_dropped, num_exported = queue.num_dropped, queue.exports.num_exported
+    num_dropped, num_exported = counts.num_dropped, counts.num_exported
     end(500)
     queue.force_flush()
-    assert (queue.num_dropped, queue.exports.num_exported) == (num_dropped, num_exported + 500)
+    assert (counts.num_dropped, counts.num_exported) == (num_dropped, num_exported + 500)
     queue.shutdown()
