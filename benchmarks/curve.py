@@ -10,7 +10,7 @@ from benchmarks import prompts as python
 from benchmarks.names import ASSISTED, CONTINUOUS, NO_SPECULATION, SPECWIRE
 from benchmarks.report import Bar, Report, Summary, ratios, summarise, table
 from benchmarks.systems import Burst, StreamsSystem
-from tools.bench.metrics import LatencySummary
+from tools.bench.metrics import latency_figures
 
 _SYSTEMS = (SPECWIRE, NO_SPECULATION, ASSISTED, CONTINUOUS)
 _MANY = 16
@@ -59,9 +59,8 @@ class Series:
         """Note one repetition."""
         num_tokens = sum(len(ids) for burst in bursts for ids in burst.token_ids)
         self.tokens_per_s.append(num_tokens / sum(burst.elapsed_s for burst in bursts))
-        of_all = LatencySummary.of([tpot for burst in bursts for tpot in burst.tpots_ms])
-        assert of_all is not None
-        self.p99_tpot_ms.append(of_all.percentiles[99])
+        of_all = latency_figures([tpot for burst in bursts for tpot in burst.tpots_ms])
+        self.p99_tpot_ms.append(of_all["p99"])
 
 
 @dataclass

@@ -17,8 +17,8 @@ from tests.support.statistics import FALSE_ALARM_RATE
 from tools.bench import prompts, report
 from tools.bench.metrics import (
     METRICS,
-    LatencySummary,
     RequestRecord,
+    latency_figures,
     output_rate,
     running_requests,
     summarize,
@@ -74,18 +74,17 @@ class TestOneRequest:
 
 class TestDistribution:
     def test_percentiles_interpolate(self) -> None:
-        of = LatencySummary.of([float(value) for value in range(1, 101)])
-        assert of is not None
-        assert of.mean == of.median == of.percentiles[50] == 50.5
-        assert of.percentiles[90] == pytest.approx(90.1)  # 1 + 0.9 * 99
-        assert of.percentiles[99] == pytest.approx(99.01)
-        assert of.std == pytest.approx(math.sqrt((100**2 - 1) / 12))
+        of = latency_figures([float(value) for value in range(1, 101)])
+        assert of["mean"] == of["median"] == of["p50"] == 50.5
+        assert of["p90"] == pytest.approx(90.1)  # 1 + 0.9 * 99
+        assert of["p99"] == pytest.approx(99.01)
+        assert of["std"] == pytest.approx(math.sqrt((100**2 - 1) / 12))
 
     def test_of_one_value_and_of_none(self) -> None:
-        of = LatencySummary.of([7.0])
-        assert of is not None
-        assert (of.mean, of.median, of.std, set(of.percentiles.values())) == (7, 7, 0, {7})
-        assert LatencySummary.of([]) is None
+        assert latency_figures([7.0]) == {"std": 0} | dict.fromkeys(
+            ("mean", "median", "p50", "p90", "p99"), 7
+        )
+        assert latency_figures([]) == {}
 
 
 class TestSummary:

@@ -21,6 +21,7 @@ than 0, which would look like a very fast server.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ import numpy.typing as npt
 from specwire.completion import SourceCounts, Speculation
 
 PERCENTILES = (50, 90, 99)
+LATENCY_FIGURES = ("mean", "median", "std", *(f"p{level}" for level in PERCENTILES))
 METRICS = {
     "ttft": "time to first token",
     "tpot": "time per output token, first excluded",
@@ -108,27 +110,13 @@ class RequestRecord:
         return all(values[name] <= limit for name, limit in objectives.items())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatencySummary:
-    """Figures of one latency, in milliseconds; `percentiles` maps 99 to the 99th."""
-
-    mean: float
-    median: float
-    std: float
-    percentiles: Mapping[int, float]
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> LatencySummary | None:
-        """Of the values, or None without any."""
-        if not values:
-            return None
-        levels = np.percentile(values, PERCENTILES)
-        return cls(
-            mean=float(np.mean(values)),
-            median=float(np.median(values)),
-            std=float(np.std(values)),
-            percentiles={p: float(level) for p, level in zip(PERCENTILES, levels, strict=True)},
-        )
+def latency_figures(values: Sequence[float]) -> dict[str, float]:
+    """`LATENCY_FIGURES` of one latency, in milliseconds; empty without values."""
+    if not values:
+        return {}
+    levels = (float(level) for level in np.percentile(values, PERCENTILES))
+    found = {"mean": float(np.mean(values)), "median": float(np.median(values)), "std": float(np.std(values))}
+    return found | dict(zip(LATENCY_FIGURES[3:], levels, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +127,10 @@ class Summary:
         duration_s: from the first request's time to the last answer.
         completed, failed: requests.
         num_good: completed requests that met every objective; None without objectives.
+        request_throughput, request_goodput: completed and good requests per second.
+        output_throughput, total_token_throughput: output tokens, and all tokens, per second.
         total_input_tokens, total_output_tokens: of completed requests.
-        latencies: by name, as in `METRICS`.
+        latencies: by name, as in `METRICS`, the figures of each.
         speculation: sums over completed requests.
         errors: failed requests by gRPC status.
         num_refusals: answers RESOURCE_EXHAUSTED, including those followed by a successful retry.
@@ -154,38 +144,19 @@ class Summary:
     completed: int
     failed: int
     num_good: int | None
+    request_throughput: float
+    request_goodput: float | None
+    output_throughput: float
+    total_token_throughput: float
     total_input_tokens: int
     total_output_tokens: int
-    latencies: Mapping[str, LatencySummary | None]
+    latencies: Mapping[str, Mapping[str, float]]
     speculation: Speculation
     errors: Mapping[str, int]
     num_refusals: int
     max_output_tokens_per_s: float
     max_concurrent_requests: int
     max_send_delay_ms: float | None
-
-    @property
-    def request_throughput(self) -> float:
-        """Completed requests per second."""
-        return self._per_s(self.completed)
-
-    @property
-    def request_goodput(self) -> float | None:
-        """Completed requests that met every objective, per second; None without objectives."""
-        return None if self.num_good is None else self._per_s(self.num_good)
-
-    @property
-    def output_throughput(self) -> float:
-        """Output tokens per second."""
-        return self._per_s(self.total_output_tokens)
-
-    @property
-    def total_token_throughput(self) -> float:
-        """Input and output tokens per second."""
-        return self._per_s(self.total_input_tokens + self.total_output_tokens)
-
-    def _per_s(self, count: int) -> float:
-        return count / self.duration_s if self.duration_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, under the names of `vllm bench serve`."""
@@ -196,10 +167,7 @@ class Summary:
             "refused": self.num_refusals,
         }
         for name, of in self.latencies.items():
-            found[f"mean_{name}_ms"] = of.mean if of else None
-            found[f"median_{name}_ms"] = of.median if of else None
-            found[f"std_{name}_ms"] = of.std if of else None
-            found |= {f"p{p}_{name}_ms": of.percentiles[p] if of else None for p in PERCENTILES}
+            found |= {f"{figure}_{name}_ms": of.get(figure) for figure in LATENCY_FIGURES}
         return found | _speculation_fields(self.speculation)
 
 
@@ -215,14 +183,22 @@ def summarize(
     """
     done = [record for record in records if record.completed]
     delays_ms = [(r.start_s - r.scheduled_s) * 1e3 for r in records if r.scheduled_s is not None]
+    num_good = sum(record.meets(objectives) for record in done) if objectives else None
+    num_in = sum(record.num_input_tokens for record in done)
+    num_out = sum(record.num_output_tokens for record in done)
+    elapsed_s = duration_s if duration_s > 0 else math.inf
     return Summary(
         duration_s=duration_s,
         completed=len(done),
         failed=len(records) - len(done),
-        num_good=sum(record.meets(objectives) for record in done) if objectives else None,
-        total_input_tokens=sum(record.num_input_tokens for record in done),
-        total_output_tokens=sum(record.num_output_tokens for record in done),
-        latencies={name: LatencySummary.of(latencies_ms(done, name)) for name in METRICS},
+        num_good=num_good,
+        request_throughput=len(done) / elapsed_s,
+        request_goodput=None if num_good is None else num_good / elapsed_s,
+        output_throughput=num_out / elapsed_s,
+        total_token_throughput=(num_in + num_out) / elapsed_s,
+        total_input_tokens=num_in,
+        total_output_tokens=num_out,
+        latencies={name: latency_figures(latencies_ms(done, name)) for name in METRICS},
         speculation=total_speculation(record.speculation for record in done),
         errors=dict(Counter(record.status for record in records if not record.completed)),
         num_refusals=sum(record.num_refusals for record in records),

@@ -32,10 +32,8 @@ def table(summary: Summary, records: Sequence[RequestRecord]) -> str:
     columns = ("mean", "median", *(f"p{p}" for p in PERCENTILES if p != 50))
     lines += ["", f"{'milliseconds':<44}" + "".join(f"{column:>10}" for column in columns)]
     for name, about in METRICS.items():
-        of, cells = summary.latencies[name], ["-"] * len(columns)
-        if of is not None:
-            values = (of.mean, of.median, *(of.percentiles[p] for p in PERCENTILES if p != 50))
-            cells = [f"{value:.2f}" for value in values]
+        of = summary.latencies[name]
+        cells = [f"{of[column]:.2f}" if of else "-" for column in columns]
         lines.append(f"{name.upper():<5} {about:<38}" + "".join(f"{cell:>10}" for cell in cells))
     # A few distinct error messages, which say more than counts.
     messages = list(dict.fromkeys(record.error for record in records if not record.completed))
@@ -132,11 +130,11 @@ def _plot_latencies(axes: Axes, done: Sequence[RequestRecord], summary: Summary)
     """A row for each latency: every value as a faint tick, the percentiles as dots with their numbers."""
     for row, name in enumerate(METRICS):
         of = summary.latencies[name]
-        if of is None:
+        if not of:
             continue
         values = latencies_ms(done, name)
         axes.scatter(values, [row] * len(values), marker="|", s=60, color=_GREY, alpha=0.15, linewidths=1)
-        levels = [of.percentiles[p] for p in PERCENTILES]
+        levels = [of[f"p{level}"] for level in PERCENTILES]
         axes.plot([levels[0], levels[-1]], [row, row], color=_BLUE, linewidth=2)
         axes.scatter(levels, [row] * len(levels), color=[_BLUE, _BLUE, _ORANGE], s=28, zorder=3)
         numbers = ", ".join(_short(level) for level in levels)
