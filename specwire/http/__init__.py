@@ -4,14 +4,14 @@ A process of its own, which uses the coordinator through the public SDK. Needs `
 
     origins.py   checks of Host and Origin, CORS
     bodies/      request bodies                   JSON → nouns
-    access.py    ids, warnings and log of all requests
-    entry.py     the caller, the model and the body of a request, within limits; scan.py: of its structure
+    access.py    ids, warnings, spans and log of all requests
+    entry.py     the caller's token, and the body of a request, within limits
     metrics.py   of the front, and /metrics
     answers.py   response bodies                  nouns → JSON, in the forms of both APIs
     responses.py the same in the form of /v1/responses
-    openapi.py   what is served, as a document    docs.py: as a page
+    openapi.py   what is served, as a document and as a page
     exchange.py  one request on the wire          n generations at once, as fast as the client reads, JSON or
                                                   SSE; cancelled when the client disconnects
-    model.py     the model and its tokenizer; answer_cache.py: cached answers of the coordinator
+    model.py     cached answers of the coordinator, the model and its tokenizer
     app.py       routes                           server.py: the process; connections.py: limits
 """

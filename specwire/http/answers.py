@@ -5,16 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
-from specwire.completion import Chunk, Completion, Token
+from specwire.completion import Chunk, Completion, FinishReason, Token
+from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Body
 from specwire.http.model import Spell
+from specwire.http.tools.parser import CallBegins, Content, Event, ToolParser
 
 Json = dict[str, Any]
 _RECORD = (
@@ -57,24 +59,26 @@ class Answer(ABC):
         shown = (*chunk.prompt, *chunk.tokens)
         if not shown and not self._body.return_fates:
             return None
-        text = "".join(token.text for token in shown)
-        choice = self._part(text) | {"index": index, "finish_reason": None}
-        choice["logprobs"] = self._logprobs(index, shown)
+        choice = self._part(index, "".join(token.text for token in shown))
+        choice |= {"index": index, "finish_reason": None, "logprobs": self._logprobs(index, shown)}
         if self._body.return_fates:
             choice["specwire"] = fates(chunk)
-        return self._piece([choice])
+        return self._piece(choice)
 
-    def finish(self, index: int, completion: Completion) -> Json | Sequence[Json]:
+    def finish(self, index: int, completion: Completion) -> Sequence[Json]:
         """The end of a choice."""
-        choice = self._part("") | {"index": index, "finish_reason": completion.finish_reason.value}
-        return self._piece([choice | {"logprobs": None}])
+        return [self._bare(index, self._part(index, ""), self._reason(index, completion))]
 
     def usage(self, completions: Sequence[Completion]) -> Json | None:
         """The last chunk of a stream with usage, with the record of every choice."""
-        return self._piece([]) | self._counts(completions) if self._body.includes_usage else None
+        return self._piece() | self._counts(completions) if self._body.includes_usage else None
 
-    def _piece(self, choices: list[Json]) -> Json:
-        piece = self._head | {"object": self.chunk_name, "model": self._body.model, "choices": choices}
+    def _bare(self, index: int, part: Json, reason: str | None = None) -> Json:
+        """A piece without tokens."""
+        return self._piece(part | {"index": index, "logprobs": None, "finish_reason": reason})
+
+    def _piece(self, *choices: Json) -> Json:
+        piece = self._head | {"object": self.chunk_name, "model": self._body.model, "choices": [*choices]}
         return piece | {"usage": None} if self._body.includes_usage else piece
 
     def error(self, told: Json) -> Json:
@@ -92,7 +96,7 @@ class Answer(ABC):
     def _choice(self, index: int, completion: Completion) -> Json:
         echoed = "".join(token.text for token in completion.prompt)
         choice = self._whole_text(index, echoed + completion.text)
-        choice |= {"index": index, "finish_reason": completion.finish_reason.value}
+        choice |= {"index": index, "finish_reason": self._reason(index, completion)}
         choice["logprobs"] = self._logprobs(index, (*completion.prompt, *completion.tokens))
         if self._body.return_fates:
             choice["specwire"] = {"tokens": [_token(token) for token in completion.tokens]}
@@ -113,8 +117,12 @@ class Answer(ABC):
 
     # --- by API
 
+    def _reason(self, index: int, completion: Completion) -> str:
+        """Why a choice has ended; asked when its text was read."""
+        return completion.finish_reason.value
+
     @abstractmethod
-    def _part(self, text: str) -> Json: ...
+    def _part(self, index: int, text: str) -> Json: ...
 
     @abstractmethod
     def _whole_text(self, index: int, text: str) -> Json: ...
@@ -132,12 +140,10 @@ class CompletionAnswer(Answer):
     chunk_name = "text_completion"
 
     def first(self, index: int) -> Json | None:
-        if not (echoed := self._body.echoed(index)):
-            return None
-        choice = {"text": echoed, "index": index, "logprobs": None, "finish_reason": None}
-        return self._piece([choice])
+        echoed = self._body.echoed(index)
+        return self._bare(index, {"text": echoed}) if echoed else None
 
-    def _part(self, text: str) -> Json:
+    def _part(self, index: int, text: str) -> Json:
         return {"text": text}
 
     def _whole_text(self, index: int, text: str) -> Json:
@@ -157,26 +163,90 @@ class CompletionAnswer(Answer):
         }
 
 
-class ChatAnswer(Answer):
-    """Of `/v1/chat/completions`."""
+class Calls:
+    """What the text of one choice is in the form of a chat: content, and calls of tools."""
 
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+        self._num_begun = 0
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether there are calls, and the arguments of all are complete."""
+        return self._num_begun > 0 and self._parser.is_complete
+
+    def add(self, text: str) -> Json:
+        """The delta of more text; empty while nothing is certain."""
+        return self._delta(self._parser.feed(text))
+
+    def end(self) -> Json:
+        """The delta of what was held back at the end."""
+        return self._delta(self._parser.flush())
+
+    def whole(self, text: str) -> Json:
+        """The fields of a message with this text."""
+        message = self._delta([*self._parser.feed(text), *self._parser.flush()])
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        return message
+
+    def _delta(self, events: Iterable[Event]) -> Json:
+        content, calls = "", list[Json]()
+        for event in events:
+            if isinstance(event, Content):
+                content += event.text
+            elif isinstance(event, CallBegins):
+                call_id, function = "call_" + secrets.token_hex(12), {"name": event.name, "arguments": ""}
+                index, self._num_begun = self._num_begun, self._num_begun + 1
+                calls.append({"index": index, "id": call_id, "type": "function", "function": function})
+            else:
+                index = self._num_begun - 1
+                if not calls or calls[-1]["index"] != index:
+                    calls.append({"index": index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += event.text
+        return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+
+
+class ChatAnswer(Answer):
+    """Of `/v1/chat/completions`. Log probabilities are those of all tokens, of content and calls alike."""
+
+    _body: ChatBody
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    first_content: str | None = ""
+    def __init__(self, body: ChatBody, spell: Spell | None) -> None:
+        super().__init__(body, spell)
+        self._calls = defaultdict[int, Calls](lambda: Calls(body.parser()))
+        self._no_content = None if body.active_functions else ""
 
     def first(self, index: int) -> Json:
-        return self._piece([self._only(index, {"role": "assistant", "content": self.first_content})])
+        return self._bare(index, {"delta": {"role": "assistant", "content": self._no_content}})
 
-    def _only(self, index: int, delta: Json, reason: str | None = None) -> Json:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def chunk(self, index: int, chunk: Chunk) -> Json | None:
+        """None with tools too, while it is not certain what the text is and nothing else is asked for."""
+        piece = super().chunk(index, chunk)
+        if piece and self._body.active_functions and not self._body.return_fates:
+            [choice] = piece["choices"]
+            return piece if choice["delta"] or choice["logprobs"] else None
+        return piece
 
-    def _part(self, text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
+    def finish(self, index: int, completion: Completion) -> Sequence[Json]:
+        held = self._calls[index].end()
+        last = self._bare(index, {"delta": {}}, self._reason(index, completion))
+        return [self._bare(index, {"delta": held}), last] if held else [last]
+
+    def _reason(self, index: int, completion: Completion) -> str:
+        is_over = completion.finish_reason is FinishReason.STOP
+        called = is_over and self._calls[index].are_complete
+        return "tool_calls" if called else super()._reason(index, completion)
+
+    def _part(self, index: int, text: str) -> Json:
+        return {"delta": self._calls[index].add(text)}
 
     def _whole_text(self, index: int, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message = {"role": "assistant", "content": self._no_content, "refusal": None}
+        return {"message": message | self._calls[index].whole(text)}
 
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json:
         """One entry for each token, with the requested number of alternatives."""

@@ -21,26 +21,24 @@ from specwire import AsyncClient, __version__
 from specwire.config.client import HttpConfig
 from specwire.core import ModelInfo, check_token_ids
 from specwire.errors import DeadlineExceededError, ServiceUnavailableError, SpecwireError, UnsupportedError
-from specwire.http import docs, openapi, page
-from specwire.http.access import NO_RESPONSE, Labelled
-from specwire.http.answer_cache import AnswerCache
-from specwire.http.answers import CompletionAnswer
+from specwire.http import openapi, page
+from specwire.http.access import NO_RESPONSE, Observed, mark_failed
+from specwire.http.answers import ChatAnswer, CompletionAnswer
 from specwire.http.bodies.calling import Calling
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
-from specwire.http.entry import Entry, Kind, caller_of, check_model
-from specwire.http.errors import ApiError
-from specwire.http.exchange import Answered, Exchange, refusal, refused
+from specwire.http.connections import Connections
+from specwire.http.entry import Entry, Kind, check_model, token_of
+from specwire.http.errors import ApiError, api_error
+from specwire.http.exchange import Answered, Exchange, refusal
 from specwire.http.metrics import RequestCounts, passed_on
-from specwire.http.model import Models, ServedModel, Spell
+from specwire.http.model import AnswerCache, Models, ServedModel, Spell
 from specwire.http.openapi import Operation
 from specwire.http.origins import Origins
 from specwire.http.responses import ResponsesAnswer
-from specwire.http.spans import Traced
-from specwire.http.tools.calls import chat_answer
 from specwire.telemetry.tracing import Tracing
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
@@ -59,16 +57,17 @@ class Front:
         self._client = client
         self._config = config
         self._models = Models(client, config)
-        self._entry = Entry(self._models, config)
+        self._entry = Entry(config)
         self._thread = ThreadPoolExecutor(1, "http-tokens")  # a long text takes a second
-        self._statuses: AnswerCache[str, generation_pb2.GetStatusResponse] = AnswerCache(
+        self._statuses: AnswerCache[generation_pb2.GetStatusResponse] = AnswerCache(
             lambda token: client.get_status(timeout_s=_STATUS_TIMEOUT_S, token=token)
         )
 
-    def app(self) -> ASGIApp:
+    def app(self, connections: Connections) -> ASGIApp:
         """The ASGI application. Ids are outermost, as Starlette handles defects outside of its middleware."""
-        routes = Starlette(
-            routes=[Route(each.path, each.handler, methods=[each.method]) for each in self._operations()],
+        routes = [Route(each.path, each.handler, methods=[each.method]) for each in self._operations()]
+        routed = Starlette(
+            routes=routes,
             exception_handlers={
                 ApiError: _refuse,
                 SpecwireError: _refuse,
@@ -77,9 +76,8 @@ class Front:
                 Exception: _refuse,
             },
         )
-        traced = Traced(Origins(routes, self._config), self._tracer, routes.routes)
-        paths = {each.handler: each.path for each in self._operations()}
-        return Labelled(traced, self.counts, paths, is_lenient=self._config.lenient)
+        app = Origins(routed, self._config)
+        return Observed(app, routes, connections, self.counts, self._tracer, self._config.lenient)
 
     def _operations(self) -> list[Operation]:
         """All that is served, in the order of the documentation."""
@@ -101,6 +99,10 @@ class Front:
             Operation(get, "/", self.page, content="text/html", is_open=True),
         ]
 
+    async def _served(self, request: Request) -> ServedModel:
+        """The model that is served, for the caller; raises as `Models.served` and `token_of`."""
+        return await self._models.served(token_of(request))
+
     async def page(self, request: Request) -> Response:
         """The demo page."""
         return HTMLResponse(page.html(), headers=page.HEADERS)
@@ -117,7 +119,7 @@ class Front:
 
     async def ways(self, request: Request) -> Response:
         """Ways to draft that are chosen among for requests that leave it open."""
-        status = await self._statuses.get(caller_of(request).token)
+        status = await self._statuses.get(token_of(request))
         found = sorted(status.ways, key=lambda way: -way.expected_tokens_per_s)  # the most promising first
         names = [field.name for field in generation_pb2.WayStatus.DESCRIPTOR.fields]
         ways = [{name: getattr(way, name) for name in names} for way in found]
@@ -126,46 +128,46 @@ class Front:
 
     async def version(self, request: Request) -> Response:
         """That of this package; a caller needs a token where the coordinator requires one."""
-        await self._entry.model(request)
+        await self._served(request)
         return JSONResponse({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         """The coordinator's metrics."""
-        await self._entry.model(request)  # a caller needs the same token as for a generation
+        await self._served(request)  # a caller needs the same token as for a generation
         return await passed_on(self._config.metrics_from, request.headers.get("accept", "*/*"))
 
     async def openapi(self, request: Request) -> Response:
         """This API as an OpenAPI document."""
-        model = await self._entry.model(request)
+        model = await self._served(request)
         return JSONResponse(openapi.described(self._operations(), model.name))
 
     async def docs(self, request: Request) -> Response:
         """The same as a page."""
-        model = await self._entry.model(request)
-        text = docs.page(openapi.described(self._operations(), model.name))
-        return HTMLResponse(text, headers=docs.HEADERS)
+        model = await self._served(request)
+        text = openapi.page(openapi.described(self._operations(), model.name))
+        return HTMLResponse(text, headers=openapi.PAGE_HEADERS)
 
     async def list_models(self, request: Request) -> Response:
         """The model that is served, and the same with each of its adapters."""
-        model = await self._entry.model(request)
+        model = await self._served(request)
         data = [_model(model, name, self._started) for name in model.names]
         return JSONResponse({"object": "list", "data": data})
 
     async def get_model(self, request: Request) -> Response:
         """One model by its name."""
-        model, name = await self._entry.model(request), request.path_params["name"]
+        model, name = await self._served(request), request.path_params["name"]
         check_model(name, model)
         return JSONResponse(_model(model, name, self._started))
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request) -> Exchange:
         """Continue prompts."""
         return await self._generate(request, CompletionBody, CompletionAnswer)
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, request: Request) -> Exchange:
         """Continue a conversation."""
-        return await self._generate(request, ChatBody, chat_answer)
+        return await self._generate(request, ChatBody, ChatAnswer)
 
-    async def responses(self, request: Request) -> Response:
+    async def responses(self, request: Request) -> Exchange:
         """Continue a conversation, in the newer API."""
         return await self._generate(request, ResponsesBody, ResponsesAnswer)
 
@@ -180,7 +182,7 @@ class Front:
     async def _spelled(
         self, request: Request, kind: type[Kind], work: Callable[[Tokenizer, Kind, ModelInfo], bytes]
     ) -> Response:
-        model = await self._entry.model(request)
+        model = await self._served(request)
         body = await self._entry.body(request, kind, model)
         tokenizer = await self._models.tokenizer(model)
         if tokenizer is None:
@@ -194,21 +196,21 @@ class Front:
         request: Request,
         kind: type[Wanted],
         answer_kind: Callable[[Wanted, Spell | None], Answered],
-    ) -> Response:
+    ) -> Exchange:
         """Checks the token before it reads the body."""
-        model = await self._entry.model(request)
+        model = await self._served(request)
         body = await self._entry.body(request, kind, model)
         if isinstance(body, Calling):
             body.prepare(model.info.chat_template, self._config.tool_call_parser)
-        spell = await self._models.speller(model) if body.num_logprobs is not None else None
-        answer = answer_kind(body, spell)
         adapter = "" if body.model == model.name else body.model
         params = dataclasses.replace(body.params(), adapter=adapter)
+        spell = await self._models.speller(model) if params.logprobs is not None else None
+        answer = answer_kind(body, spell)
         # The choices of each prompt in turn; the seed of choice i is the given one plus i.
         seeds = [None if params.seed is None else params.seed + i for i in range(body.num_runs)]
         each = [params if seed == params.seed else dataclasses.replace(params, seed=seed) for seed in seeds]
         choices = [(prompt, params) for prompt in body.prompts for params in each]
-        return Exchange(self._client, choices, caller_of(request), answer, body)
+        return Exchange(self._client, model.token, choices, answer, body)
 
 
 def _tokenized(tokenizer: Tokenizer, body: TokenizeBody, info: ModelInfo) -> bytes:
@@ -252,14 +254,16 @@ def _model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return refused(request.scope, error)
+    told = api_error(error)
+    mark_failed(request.scope, error, told.status)
+    return refusal(told)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
-    return refusal(ApiError(error.status_code, message, code=code, headers=error.headers))
+    return refusal(ApiError(error.status_code, message, code=code, headers=error.headers or {}))
 
 
 async def _leave_unanswered(request: Request, error: Exception) -> Response:

@@ -17,8 +17,6 @@ import time
 from typing import Any
 
 import h11
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specwire.rpc import descriptors
@@ -62,34 +60,25 @@ class ListeningSocket(socket.socket):
 
 
 class Connections:
-    """The open connections. Over the limit, those without a request are closed first."""
+    """The open connections. Over the limit, those without a request are closed first.
+
+    Attributes:
+        idle_timeout_s: how long a client may read nothing of a response.
+        is_closing: whether responses are to ask clients to close their connections.
+    """
 
     def __init__(self, idle_timeout_s: float) -> None:
-        """`idle_timeout_s` is how long a client may read nothing of a response."""
+        self.is_closing = False
         self.idle_timeout_s = idle_timeout_s
         self._limit = min(_MAX_CONNECTIONS, descriptors.max_connections() - descriptors.num_open())
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._num_open = 0
-        self._is_closing = False
         self._warned_s = -_QUIET_S
-
-    def asking_to_close(self, app: ASGIApp) -> ASGIApp:
-        """The app, whose responses ask clients to close their connections after `closed_by_clients`."""
-
-        async def asking(scope: Scope, receive: Receive, send: Send) -> None:
-            async def send_asking(message: Message) -> None:
-                if self._is_closing and message["type"] == "http.response.start":
-                    message = {**message, "headers": [*message["headers"], CLOSE_HEADER]}
-                await send(message)
-
-            await app(scope, receive, send_asking)
-
-        return asking
 
     async def closed_by_clients(self) -> None:
         """Ask clients to close their connections, and wait until all without a request are closed, or for as
         long as clients may keep one. New connections are served meanwhile."""
-        self._is_closing = True
+        self.is_closing = True
         ends_s = time.monotonic() + _CLOSING_S
         while self._idle and time.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
@@ -127,7 +116,6 @@ class Connection(H11Protocol):
         super().__init__(**options)
         self._connections = connections
         self._half_closed = False
-        self._is_kept = False
         self._waiting: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._probing: asyncio.TimerHandle | None = None
@@ -141,8 +129,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1)  # so that any unread data is noticed
-        self._await_request(_REQUEST_S)
         self._connections.opened(self)
+        self._await_request()
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
@@ -152,32 +140,27 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_kept and not self._has_request:  # a further request has begun
-            self._is_kept = False
-            self._await_request(_REQUEST_S)
+        super().data_received(data)  # ends uvicorn's wait for a further request
+        if self._waiting is None and not self._has_request:
+            self._await_request()
         self._see_request()
 
     def on_response_complete(self) -> None:
-        """A response is complete; the next request may have arrived already."""
+        """A response is complete; the next request may have arrived already, or uvicorn waits for it."""
         super().on_response_complete()
-        self._is_kept = True
-        self._await_request(KEEP_ALIVE_S)
+        self._connections.mark_idle(self)
         self._see_request()
 
     # --- connections without a request
 
-    def _await_request(self, timeout_s: float) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._waiting = self.loop.call_later(timeout_s, self.transport.close)  # after all data is sent
-        self._connections.mark_idle(self)
+    def _await_request(self) -> None:
+        self._waiting = self.loop.call_later(_REQUEST_S, self.transport.close)  # after all data is sent
 
     def _see_request(self) -> None:
-        if self._has_request and self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
-            self._is_kept = False
+        if self._has_request:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
             self._connections.mark_busy(self)
         elif self._half_closed and not self._has_request:
             self.transport.close()

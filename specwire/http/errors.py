@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from specwire.errors import (
@@ -34,6 +35,7 @@ _PARAMS = {"text": "prompt", "chat_template_kwargs.reasoning_effort": "reasoning
 """This API's names of fields of the SDK."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response.
 
@@ -45,25 +47,19 @@ class ApiError(Exception):
         headers: of the response.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = INVALID,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    kind: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 

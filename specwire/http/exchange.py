@@ -10,21 +10,19 @@ import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from specwire import AsyncClient
 from specwire.completion import Chunk, Completion, Speculation
 from specwire.core import SamplingParams
-from specwire.http import spans
-from specwire.http.access import mark_refused
+from specwire.http.access import mark_failed
 from specwire.http.answers import Answer, Json
 from specwire.http.bodies.generating import Sampled
 from specwire.http.bodies.part import Prompt
-from specwire.http.entry import Caller
 from specwire.http.errors import ApiError, api_error
 from specwire.http.responses import ResponsesAnswer
 
@@ -40,14 +38,6 @@ def refusal(told: ApiError) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
-def refused(scope: Scope, error: Exception) -> JSONResponse:
-    """The same, which the request's span and its log record say too."""
-    told = api_error(error)
-    spans.mark(scope["specwire.span"], error, told.status)
-    mark_refused(scope, error)
-    return refusal(told)
-
-
 Answered = Answer | ResponsesAnswer
 """One response in the form of its API."""
 Choice = tuple[Prompt, SamplingParams]
@@ -56,23 +46,20 @@ Event = tuple[int, Chunk | Completion]
 """Index of a choice, and its chunk or completion, which is the last event of the choice."""
 
 
-class Exchange(Response):
+@dataclass(eq=False)
+class Exchange:
     """The response of a generating request, streamed or at once.
 
-    The status line waits for the first event, so that a refusal has its own status; a later error ends the
-    stream with an error event, and without `[DONE]`.
+    The status line waits for the first event: an error until then is raised, as routes raise theirs, and has
+    its own status; a later one ends the stream with an error event, without `[DONE]`.
     """
 
-    def __init__(
-        self, client: AsyncClient, choices: Sequence[Choice], caller: Caller, answer: Answered, body: Sampled
-    ) -> None:
-        super().__init__()
-        self._client = client
-        self._choices = choices
-        self._caller = caller
-        self._answer = answer
-        self._body = body
-        self._completions: dict[int, Completion] = {}
+    client: AsyncClient
+    token: str
+    choices: Sequence[Choice]
+    answer: Answered
+    body: Sampled
+    _completions: dict[int, Completion] = field(default_factory=dict, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # After the grace period uvicorn cancels requests, and would log a traceback of each.
@@ -80,22 +67,16 @@ class Exchange(Response):
             await while_connected(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._running() as events:
-            try:
-                first = await anext(events) if self._body.stream else None
-                if first is None:
-                    self._completions = {i: each async for i, each in events if isinstance(each, Completion)}
-            except Exception as error:
-                await refused(scope, error)(scope, receive, send)
-                return
-            if first is not None:
-                await self._stream(first, events, send)
+        async with self._running(scope) as events:
+            if self.body.stream:
+                await self._stream(await anext(events), events, scope, send)
             else:
+                self._completions = {i: each async for i, each in events if isinstance(each, Completion)}
                 choices = itertools.chain.from_iterable(map(_choices_of, self._in_order()))
-                await JSONResponse(self._answer.whole([*choices]))(scope, receive, send)
+                await JSONResponse(self.answer.whole([*choices]))(scope, receive, send)
 
     @contextlib.asynccontextmanager
-    async def _running(self) -> AsyncIterator[AsyncIterator[Event]]:
+    async def _running(self, scope: Scope) -> AsyncIterator[AsyncIterator[Event]]:
         """Run all choices; leaving the context cancels them on all services.
 
         Events of different choices are interleaved as they arrive; the error of the first that fails is
@@ -106,13 +87,13 @@ class Exchange(Response):
 
         async def run(index: int, prompt: Prompt, params: SamplingParams) -> None:
             try:
-                async with self._client.stream(
+                async with self.client.stream(
                     params=params,
                     **prompt,
-                    token=self._caller.token,
-                    traceparent=self._caller.span.context,
-                    request_id=self._caller.request_id,
-                    report_progress=self._body.reports_progress,
+                    token=self.token,
+                    traceparent=scope["specwire.span"].context,
+                    request_id=scope["specwire.request_id"],
+                    report_progress=self.body.reports_progress,
                 ) as stream:
                     async for chunk in stream:
                         await events.put((index, chunk))
@@ -121,7 +102,7 @@ class Exchange(Response):
                 await events.put(error)
 
         async def taken() -> AsyncIterator[Event]:
-            num_running = len(self._choices)
+            num_running = len(self.choices)
             while num_running:
                 event = await events.get()
                 if isinstance(event, Exception):
@@ -131,7 +112,7 @@ class Exchange(Response):
 
         tasks: list[asyncio.Task[None]] = []
         try:
-            for index, choice in enumerate(self._choices):
+            for index, choice in enumerate(self.choices):
                 tasks.append(asyncio.create_task(run(index, *choice)))
                 await asyncio.sleep(0)  # each may send a large prompt: let other tasks run in between
             yield taken()
@@ -140,31 +121,31 @@ class Exchange(Response):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, first: Event, events: AsyncIterator[Event], send: Send) -> None:
+    async def _stream(self, first: Event, events: AsyncIterator[Event], scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
-            for index in range(len(self._choices)):
-                await _send_events(send, self._answer.first(index))
+            for index in range(len(self.choices)):
+                await _send_events(send, self.answer.first(index))
             await self._send_event_of(send, *first)
             async for index, event in events:
                 await self._send_event_of(send, index, event)
-            await _send_events(send, self._answer.usage(self._in_order()))
-            await send(_body(self._answer.end))
+            await _send_events(send, self.answer.usage(self._in_order()))
+            await send(_body(self.answer.end))
         except Exception as error:
             told = api_error(error)
-            spans.mark(self._caller.span, error, told.status)
-            await _send_events(send, self._answer.error(told.body()))
+            mark_failed(scope, error, told.status)
+            await _send_events(send, self.answer.error(told.body()))
         await send(_body(b"", more=False))
 
     async def _send_event_of(self, send: Send, index: int, event: Any) -> None:
         if isinstance(event, Completion):
             self._completions[index] = event
-            await _send_events(send, self._answer.finish(index, event))
+            await _send_events(send, self.answer.finish(index, event))
         else:
-            await _send_events(send, self._answer.chunk(index, event))
+            await _send_events(send, self.answer.chunk(index, event))
 
     def _in_order(self) -> list[Completion]:
-        return [self._completions[index] for index in range(len(self._choices))]
+        return [self._completions[index] for index in range(len(self.choices))]
 
 
 def _choices_of(done: Completion) -> list[Completion]:

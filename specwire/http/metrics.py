@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+from http import HTTPStatus
 
 from starlette.responses import Response
 
-from specwire.config.fields import split_address
 from specwire.http.errors import ApiError
 from specwire.telemetry.metrics import Gauge, Histogram, HistogramData, Metric
 
@@ -69,19 +70,17 @@ async def passed_on(address: str, accept: str) -> Response:
     if not address:
         raise ApiError(404, _OFF, code="metrics_off")
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            host, port = split_address("metrics_from", address)
-            reader, writer = await asyncio.open_connection(host.strip("[]"), port)
-            with contextlib.closing(writer):
-                head = f"GET /metrics HTTP/1.1\r\nHost: {address}\r\nAccept: {accept}\r\n\r\n"
-                writer.write(head.encode("latin-1"))
-                fields = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                named = dict(field.lower().split(": ", 1) for field in fields[1:] if ": " in field)
-                num_bytes = int(named["content-length"])
-                if not fields[0].startswith("HTTP/1.1 200 ") or num_bytes > _MAX_BYTES:
-                    raise ValueError(fields[0])
-                body = await reader.readexactly(num_bytes)
-        return Response(body, headers={"content-type": named["content-type"]})
-    except (TimeoutError, OSError, EOFError, ValueError) as error:
+        return await asyncio.to_thread(_asked, address, accept)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         message = f"no metrics from {address}: {error or type(error).__name__}"
         raise ApiError(503, message, kind="service_unavailable_error", code="unavailable") from None
+
+
+def _asked(address: str, accept: str) -> Response:
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=_TIMEOUT_S)) as connection:
+        connection.request("GET", "/metrics", headers={"accept": accept})
+        answer = connection.getresponse()
+        body = answer.read(_MAX_BYTES + 1)
+        if answer.status != HTTPStatus.OK or len(body) > _MAX_BYTES:
+            raise ValueError(f"{answer.status} {answer.reason}, {len(body)} bytes")
+        return Response(body, headers={"content-type": answer.headers["content-type"]})

@@ -1,17 +1,17 @@
-"""The model that the coordinator serves: name, limits, and the tokenizer that spells its tokens."""
+"""What the coordinator says: its cached answers, and the model with the tokenizer that spells its tokens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from specwire import AsyncClient, embedded
 from specwire.config.client import HttpConfig
 from specwire.config.models import EMBEDDED
 from specwire.core import ModelInfo
 from specwire.errors import HandshakeError, ModelLoadError, ServiceUnavailableError
-from specwire.http.answer_cache import AnswerCache
 from specwire.rpc.wire import tokenizer_files
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles
 from specwire.text.tokenizer import Tokenizer
@@ -19,6 +19,37 @@ from specwire.text.tokenizer import Tokenizer
 Spell = Callable[[int], str]
 """One token for display."""
 _TIMEOUT_S = 5.0
+_FRESH_S = 1.0
+"""Lifetime of an answer: a restarted coordinator may serve another model."""
+_MAX_ANSWERS = 1024
+"""Bounds memory under a flood of wrong tokens; older answers are evicted."""
+Answer = TypeVar("Answer")
+
+
+class AnswerCache(Generic[Answer]):
+    """Answers and errors by bearer token; concurrent requests with the same one share an answer."""
+
+    def __init__(self, ask: Callable[[str], Coroutine[Any, Any, Answer]]) -> None:
+        self._ask = ask
+        self._asked: dict[str, asyncio.Task[Answer]] = {}
+
+    async def get(self, token: str) -> Answer:
+        """The answer, at most a second old; raises what `ask` raises."""
+        if token not in self._asked:
+            if len(self._asked) >= _MAX_ANSWERS:
+                del self._asked[next(iter(self._asked))]
+            self._asked[token] = asyncio.create_task(self._ask(token))
+            self._asked[token].add_done_callback(lambda task: self._keep(token, task))
+        return await asyncio.shield(self._asked[token])  # others may wait for it as well
+
+    def _keep(self, token: str, task: asyncio.Task[Answer]) -> None:
+        if not task.cancelled():
+            task.exception()  # retrieved, as all who waited for it may have disconnected
+        asyncio.get_running_loop().call_later(_FRESH_S, self._forget, token, task)
+
+    def _forget(self, token: str, task: asyncio.Task[Answer]) -> None:
+        if self._asked.get(token) is task:
+            del self._asked[token]
 
 
 @dataclass(frozen=True)
@@ -49,7 +80,12 @@ class Models:
         self._tokenizer: Tokenizer | None = None
 
     async def served(self, token: str) -> ServedModel:
-        """The model that is currently served, for the caller with this token; raises as `Entry.model`."""
+        """The model that is currently served, for the caller with this token.
+
+        Raises:
+            UnauthenticatedError: the coordinator does not know the token.
+            SpecwireError: the coordinator does not answer.
+        """
         return await self._answers.get(token)
 
     async def _ask(self, token: str) -> ServedModel:

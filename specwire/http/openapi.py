@@ -1,20 +1,34 @@
-"""The API as an OpenAPI document, made from the models that check the bodies. No I/O."""
+"""The API as an OpenAPI document, made from the models that check the bodies, and as a page. No I/O."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from specwire import __version__
 from specwire.http.bodies import part
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/"
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+_STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
+body { max-width: 60rem; margin: 0 auto; padding: 1rem; }
+code { font-family: ui-monospace, monospace; }
+summary { cursor: pointer; padding: .4rem 0; }
+td { padding: .1rem 1rem .1rem 0; vertical-align: top; overflow-wrap: anywhere; }
+"""
 
 
 class Operation(NamedTuple):
@@ -30,7 +44,7 @@ class Operation(NamedTuple):
 
     method: str
     path: str
-    handler: Callable[[Request], Awaitable[Response]]
+    handler: Callable[[Request], Awaitable[ASGIApp]]
     body: type[part.RequestBody] | None = None
     answer: Json | None = None
     content: str = "application/json"
@@ -106,3 +120,53 @@ def _operation(operation: Operation) -> Json:
     if "{" in operation.path:
         told["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
     return told if operation.is_open else told | {"security": [{}, {"bearer": []}]}
+
+
+def page(document: Json) -> str:
+    """The document as HTML, without script or anything from elsewhere."""
+    info, schemas = document["info"], document["components"]["schemas"]
+    sections = "".join(
+        _section(method, path, operation, schemas)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
+    title = f"{escape(info['title'])} {escape(info['version'])}"
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+        f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>"
+        f"<h1>{title}</h1><p>{escape(info['description'])} "
+        f"<a href=openapi.json>openapi.json</a></p>{sections}</html>"
+    )
+
+
+def _section(method: str, path: str, operation: Json, schemas: Json) -> str:
+    head = f"<code><b>{method.upper()}</b> {escape(path)}</code> {escape(operation['summary'])}"
+    body = operation.get("requestBody")
+    if body is None:
+        return f"<p>{head}</p>"
+    schema = schemas[body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+    rows = ""
+    for name, field in schema["properties"].items():
+        note = " (required)" if name in schema.get("required", ()) else ""
+        rows += f"<tr><td><code>{escape(name)}</code>{note}<td><code>{escape(_kind(field))}</code>"
+    return f"<details><summary>{head}</summary><table>{rows}</table></details>"
+
+
+def _kind(field: Json) -> str:
+    """What a field takes, in short.
+
+    >>> _kind({"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]})
+    'list of integer'
+    """
+    if "anyOf" in field:
+        kinds = [_kind(each) for each in field["anyOf"] if each.get("type") != "null"]
+        return " | ".join(kinds) or "null"
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "const" in field or "enum" in field:
+        return " | ".join(map(json.dumps, field.get("enum", [field.get("const")])))
+    if field.get("type") == "array":
+        return f"list of {_kind(field.get('items', {}))}"
+    bounds = {"minimum": "from", "maximum": "to"}
+    limits = [f" {word} {field[name]}" for name, word in bounds.items() if name in field]
+    return str(field.get("type", "any")) + "".join(limits)

@@ -18,10 +18,9 @@ _FILES = {"{css}": "page.css", **_SCRIPTS}
 
 @cache
 def html() -> str:
-    parts = {name: _source(file) for name, file in _FILES.items()} | {"{methods}": " ".join(FROM_TEXT)}
-    document = _source("page.html")
-    for name, part in parts.items():
-        document = document.replace(name, part)
+    document = _source("page.html").replace("{methods}", " ".join(FROM_TEXT))
+    for name, file in _FILES.items():
+        document = document.replace(name, _source(file))
     return document
 
 

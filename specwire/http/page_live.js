@@ -40,6 +40,7 @@ function milliseconds(ms) {
 function stageMark(name) {
   const square = element("i");
   square.dataset.stage = name;
+  square.style.background = `var(--${name.replaceAll("_", "-")})`;
   return square;
 }
 

@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
 
 def _settings(config: HttpConfig, front: Front, connections: Connections) -> uvicorn.Config:
     settings = uvicorn.Config(
-        connections.asking_to_close(front.app()),
+        front.app(connections),
         http=functools.partial(Connection, connections),  # type: ignore[arg-type]
         timeout_keep_alive=int(KEEP_ALIVE_S),
         ws="none",

@@ -224,8 +224,9 @@ class TestChat:
         assert answer.choices[0].message.role == "assistant"
         assert answer.object == "chat.completion"
         assert answer.usage.prompt_tokens == done.usage.prompt_tokens
-        first, *chunks = chat(here, stream=True)
+        first, *chunks, last = chat(here, stream=True, stream_options={"include_usage": True})
         assert first.choices[0].delta.role == "assistant"
+        assert last.usage.prompt_tokens == answer.usage.prompt_tokens
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == done.text
         assert chunks[-1].choices[0].finish_reason == "length"
 

@@ -20,9 +20,9 @@ from starlette.applications import Starlette
 from specwire.config.client import HttpConfig
 from specwire.config.security.bearer import make_token
 from specwire.errors import UnauthenticatedError
-from specwire.http import answer_cache, connections, entry
-from specwire.http.answer_cache import AnswerCache
+from specwire.http import connections, entry, model, server
 from specwire.http.errors import ApiError
+from specwire.http.model import AnswerCache
 from specwire.http.origins import Origins
 from tests.support.certificates import Authority
 from tests.support.fixtures import entered
@@ -126,15 +126,15 @@ class TestTokenFirst:
         assert asked == ["a", "wrong"]
 
     async def test_a_flood_of_tokens_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(answer_cache, "_MAX_ANSWERS", 10)
+        monkeypatch.setattr(model, "_MAX_ANSWERS", 10)
 
-        async def ask(token: int) -> int:
+        async def ask(token: str) -> str:
             return token
 
         answers = AnswerCache(ask)
-        for token in range(100):
+        for token in map(str, range(100)):
             assert await answers.get(token) == token
-        assert len(answers._entries) == 10
+        assert len(answers._asked) == 10
 
 
 class TestBodies:
@@ -316,7 +316,7 @@ class TestUnreadResponses:
         self, quick: LocalStack, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It is larger than what the kernels hold of it, and its client takes longer than for a request."""
-        monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.1)
+        monkeypatch.setattr(server, "KEEP_ALIVE_S", 0)
         with (
             front(quick.address, model_name="m") as address,
             connected(address, SO_RCVBUF=32 << 10) as connection,

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from specwire.errors import UnsupportedError
-from specwire.http.bodies.tools import Function, grammar_of_call
+from specwire.http.bodies.calling import Function, grammar_of_call
 from specwire.http.tools.formats import HERMES, LLAMA3, Format
 
 

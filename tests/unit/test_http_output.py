@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specwire.http.output import Output
+from specwire.http.responses import Output
 from specwire.http.tools.formats import HERMES
 from specwire.http.tools.parser import ToolParser
 
@@ -24,7 +24,7 @@ SHOWN = [
 def items(text: str, step: int = 1000, *, most: int | None = None, is_cut: bool = False) -> list[Any]:
     """Those of a text in pieces of so many characters, checked against the events."""
     output = Output(ToolParser(HERMES, {"f"}, most))
-    events = output.begin()
+    events: list[Any] = []
     for start in range(0, len(text), step):
         events += output.add(text[start : start + step])
     events += output.end(is_cut=is_cut)

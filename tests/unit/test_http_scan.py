@@ -10,12 +10,11 @@ import pydantic
 import pytest
 
 from specwire.errors import InvalidRequestError
-from specwire.http import scan
-from specwire.http.bodies import validation
+from specwire.http import entry
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
+from specwire.http.entry import Scan
 from specwire.http.errors import ApiError
-from specwire.http.scan import Scan
 
 CONTEXT_LEN = 100
 TEXT_BYTES = 1000
@@ -62,11 +61,11 @@ def test_it_counts_what_a_parser_finds_however_the_text_is_cut() -> None:
 @pytest.mark.parametrize(
     ("unit", "most", "what"),
     [
-        (b"1,", scan._MAX_VALUES + CONTEXT_LEN, "values"),
-        (b'"a",', scan._MAX_VALUES + CONTEXT_LEN, "values"),
-        (b"{},", scan._MAX_CONTAINERS, "lists and objects"),
-        (b"[", scan._MAX_CONTAINERS, "lists and objects"),
-        (b'"a":', scan._MAX_KEYS, "keys"),
+        (b"1,", entry._MAX_VALUES + CONTEXT_LEN, "values"),
+        (b'"a",', entry._MAX_VALUES + CONTEXT_LEN, "values"),
+        (b"{},", entry._MAX_CONTAINERS, "lists and objects"),
+        (b"[", entry._MAX_CONTAINERS, "lists and objects"),
+        (b'"a":', entry._MAX_KEYS, "keys"),
         (b'"a', 3 * TEXT_BYTES, "a string"),
         (b'"\\u00e9', TEXT_BYTES // 2, "a string"),
         (b'"\\\\', 3 * TEXT_BYTES // 2, "a string"),
@@ -113,12 +112,12 @@ def test_few_errors_are_made_of_a_body_that_is_wrong_all_over(name: str) -> None
         kind.model_validate_json(data)
     assert found.value.error_count() < 10
     with pytest.raises(ApiError):
-        validation.read(kind, data)
+        entry.read(kind, data)
 
 
 def test_biases_are_counted_before_they_are_looked_at() -> None:
     biases = {str(i): "a" for i in range(30_000)}
-    found = validation.read(CompletionBody, body({"prompt": "x", "logit_bias": biases}))
+    found = entry.read(CompletionBody, body({"prompt": "x", "logit_bias": biases}))
     with pytest.raises(InvalidRequestError, match="more than 4096 ids"):
         found.params()
 
@@ -136,5 +135,5 @@ TEXT = {"type": "text", "text": "a"}
 )
 def test_the_first_error_is_named(param: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
-        validation.read(ChatBody, body(fields))
+        entry.read(ChatBody, body(fields))
     assert refused.value.param == param

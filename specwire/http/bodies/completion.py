@@ -36,17 +36,13 @@ class CompletionBody(Body):
             raise invalid("prompt", f"has {len(given)} prompts, over {MAX_CHOICES}")
         return [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in given]
 
-    @property
-    def token_limit(self) -> int | None:
-        return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
+    def own_params(self) -> dict[str, Any]:
+        limit = _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+        return super().own_params() | {"max_tokens": limit, "prompt_logprobs": self.num_prompt_logprobs}
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """None without `echo`, or where the text of the prompt is known and nothing else is asked for."""
+        """Of the prompt; None without `echo`, or where its text is known and nothing else is asked for."""
         if not self.echo:
             return None
         is_text = "prompt" in self.prompts[0]

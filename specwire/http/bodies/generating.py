@@ -6,6 +6,7 @@ output; one of an unsupported feature is accepted only at the value that disable
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
@@ -15,6 +16,7 @@ from specwire.core import KINDS, PARAMETERS, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.http.bodies.part import JsonObject, List, RequestBody, invalid
 from specwire.http.bodies.structured import Structured
+from specwire.text.grammar import Grammar
 
 MAX_CHOICES = 128
 """Generations of one request, over all its prompts."""
@@ -47,6 +49,24 @@ else:
     )
 
 
+class StreamOptions(JsonObject):
+    """Options of a streamed response."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class UsageOptions(StreamOptions):
+    """The same, where the counts are no part of it."""
+
+    include_usage: bool | None = None
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Refuse options of a stream that is not asked for."""
+    if options is not None and not stream:
+        raise invalid("stream_options", "is only for requests with stream=true")
+
+
 class Sampled(WithParameters):
     """How to generate, in every API: the parameters, and what clients send besides."""
 
@@ -70,50 +90,30 @@ class Sampled(WithParameters):
         """Generations to run for each prompt."""
         return 1
 
-    @property
-    def token_limit(self) -> int | None:
-        """Most tokens to generate; None for as many as fit."""
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the output must match; None for any text."""
         raise NotImplementedError
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives to report at each position; None for no log probabilities."""
-        return None
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt."""
-        return None
 
     def params(self) -> SamplingParams:
         """Sampling parameters of the first choice; InvalidRequestError names the parameter and its value."""
-        given = self.given | self.more_params()
-        given |= {"max_tokens": self.token_limit, "top_k": max(0, given.get("top_k", 0))}
-        return SamplingParams(**given, logprobs=self.num_logprobs, prompt_logprobs=self.num_prompt_logprobs)
+        return SamplingParams(**self.given | self.own_params())
 
     @property
     def given(self) -> dict[str, Any]:
         """The parameters that are in the body under their names."""
-        names = PARAMETERS.keys() - {"grammar", "logit_bias", "logprobs", "prompt_logprobs"}
-        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        return {name: value for name in PARAMETERS if (value := getattr(self, name, None)) is not None}
 
-    def more_params(self) -> dict[str, Any]:
-        """What one API has more of `SamplingParams`."""
-        return {}
-
-
-class StreamOptions(JsonObject):
-    """Options of a streamed response."""
-
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    def own_params(self) -> dict[str, Any]:
+        """The parameters that an API has in a form of its own."""
+        return {"top_k": max(0, self.given.get("top_k", 0))}
 
 
-class Body(Sampled, Structured):
+class Body(Structured, Sampled):
     """Fields of completions, of a prompt or a conversation."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: UsageOptions | None = None
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -141,23 +141,20 @@ class Body(Sampled, Structured):
     def num_runs(self) -> int:
         return 1 if self.use_beam_search else self.num_choices  # one search has all choices of its prompt
 
-    def more_params(self) -> dict[str, Any]:
+    def own_params(self) -> dict[str, Any]:
         biases = self.logit_bias or {}
         for key, bias in biases.items():
             if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_LEN):
                 raise InvalidRequestError(f"logit_bias[{key[:20]!r}]", bias, "must be keyed by token ids")
-        more: dict[str, Any] = {"logit_bias": {int(key): bias for key, bias in biases.items()}}
-        more["grammar"] = self.grammar()
+        own = super().own_params() | {"logit_bias": {int(key): bias for key, bias in biases.items()}}
         if self.use_beam_search:  # its n texts are the choices; temperature 0 goes without saying
-            more |= {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
-            more["temperature"] = self.given.get("temperature", 0)
-        return more
+            own |= {"num_beams": self.num_choices, "num_return_sequences": self.num_choices}
+            own["temperature"] = self.given.get("temperature", 0)
+        return own
 
     def check(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "is only for requests with stream=true")
-        if self.response_format is not None:
-            self.response_format.check()
+        super().check()
+        check_stream_options(self.stream, self.stream_options)
         if not self.use_beam_search:
             for name in ("length_penalty", "early_stopping"):
                 if name in self.given:

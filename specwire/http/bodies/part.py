@@ -43,28 +43,25 @@ class JsonObject(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
     field_names: ClassVar[set[str]] = set()
     """Of all parts."""
+    _own_names: ClassVar[set[str]]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        JsonObject.field_names.update(cls._known())
-
-    @classmethod
-    def _known(cls) -> set[str]:
-        return {field.alias or name for name, field in cls.model_fields.items()}
+        cls._own_names = {field.alias or name for name, field in cls.model_fields.items()}
+        JsonObject.field_names.update(cls._own_names)
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_unknown(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
         """Leave out unknown keys if the context says so; else all but one, which is an error enough."""
-        known = cls._known()
-        if not isinstance(given, dict) or given.keys() <= known:
+        if not isinstance(given, dict) or given.keys() <= cls._own_names:
             return given
-        kept = {key: value for key, value in given.items() if key in known}
+        kept = {key: value for key, value in given.items() if key in cls._own_names}
+        unknown = [key for key in given if key not in cls._own_names]
         if info.context is not None:
-            info.context.update(dict.fromkeys(key for key in given if key not in known))
+            info.context.update(dict.fromkeys(unknown))
             return kept
-        first = next(key for key in given if key not in known)
-        return kept | {first: given[first]}
+        return kept | {unknown[0]: given[unknown[0]]}
 
 
 class RequestBody(JsonObject):

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specwire.http.bodies.calling import Calling
-from specwire.http.bodies.items import Input, as_conversation
-from specwire.http.bodies.part import JsonObject, Prompt, invalid
+from specwire.http.bodies.calling import Calling, FunctionChoice, FunctionTools
+from specwire.http.bodies.conversation import Input, of_items
+from specwire.http.bodies.generating import StreamOptions, check_stream_options
+from specwire.http.bodies.part import JsonObject, Prompt
 from specwire.http.bodies.structured import TextFormat
-from specwire.http.bodies.tools import FunctionChoice, FunctionTool, FunctionTools, NamedFunctionTool
+from specwire.text.grammar import Grammar
 
 
 class TextConfig(JsonObject):
@@ -29,21 +30,16 @@ class Reasoning(JsonObject):
     generate_summary: None = None
 
 
-class ObfuscationOptions(JsonObject):
-    """Options of a streamed response."""
-
-    include_obfuscation: Literal[False] | None = None
-
-
 class ResponsesBody(Calling):
     """`POST /v1/responses`."""
 
     path = ""
+    effort_path = "reasoning.effort"
     input: Input
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning: Reasoning | None = None
-    stream_options: ObfuscationOptions | None = None
+    stream_options: StreamOptions | None = None
     text: TextConfig | None = None
     tools: FunctionTools | None = None
     tool_choice: FunctionChoice | None = None
@@ -60,37 +56,27 @@ class ResponsesBody(Calling):
     def prompts(self) -> list[Prompt]:
         """The instructions and the input, as one conversation."""
         given = self.input
-        said = [{"role": "user", "content": given}] if isinstance(given, str) else as_conversation(given)
+        said = [{"role": "user", "content": given}] if isinstance(given, str) else of_items(given)
         if self.instructions is not None:
             said.insert(0, {"role": "system", "content": self.instructions})
         return self.as_prompts(said)
-
-    @property
-    def functions(self) -> list[FunctionTool]:
-        return self.tools or []
-
-    @property
-    def chosen_name(self) -> str | None:
-        return self.tool_choice.name if isinstance(self.tool_choice, NamedFunctionTool) else None
 
     @property
     def effort(self) -> str | None:
         return self.reasoning.effort if self.reasoning else None
 
     @property
-    def token_limit(self) -> int | None:
-        return self.max_output_tokens
-
-    @property
     def format(self) -> TextFormat:
         """Of the output."""
         return (self.text and self.text.format) or TextFormat(type="text")
 
-    def more_params(self) -> dict[str, Any]:
-        return {"grammar": self.format.grammar()} | super().more_params()
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        return self.format.grammar()
+
+    def own_params(self) -> dict[str, Any]:
+        return super().own_params() | {"max_tokens": self.max_output_tokens}
 
     def check(self) -> None:
-        self.check_tools(self.format.grammar())
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "is only for requests with stream=true")
-        self.check_effort("reasoning.effort")
+        super().check()
+        check_stream_options(self.stream, self.stream_options)

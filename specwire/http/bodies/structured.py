@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
@@ -26,12 +27,6 @@ class ResponseFormat(JsonObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    def check(self) -> None:
-        """Refuse a schema that is missing or not asked for."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            problem = "is required with type 'json_schema', and belongs to no other"
-            raise invalid("response_format.json_schema", problem)
-
 
 class TextFormat(JsonObject):
     """`text.format` of a response: as `ResponseFormat`, with the schema beside the type."""
@@ -45,10 +40,8 @@ class TextFormat(JsonObject):
     def grammar(self) -> Grammar | None:
         """What the output must match; None for any text. ApiError 400 of a name or a schema that is missing
         or not asked for; errors of `grammar_of`."""
-        for key, value in (("name", self.name), ("schema", self.schema_)):
-            if (self.type == "json_schema") != (value is not None):
-                problem = "is required with type 'json_schema', and belongs to no other"
-                raise invalid(f"text.format.{key}", problem)
+        _check_fits("text.format.name", self.name, self.type)
+        _check_fits("text.format.schema", self.schema_, self.type)
         if self.schema_ is not None:
             return grammar_of("text.format.schema", self.schema_)
         return Grammar(json_object=True) if self.type == "json_object" else None
@@ -74,11 +67,14 @@ class Structured(JsonObject):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
+    @cached_property
     def grammar(self) -> Grammar | None:
-        """What the output must match; None for any text. ApiError 400 of several fields; errors of
-        `grammar_of`."""
+        """What the output must match; None for any text. ApiError 400 of several fields, or a schema that is
+        missing or not asked for; errors of `grammar_of`."""
         form, newer = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema if form else None
+        if form is not None:
+            _check_fits("response_format.json_schema", schema, form.type)
         sources = {
             "response_format.json_schema.schema": (schema.schema_ or {}) if schema else None,
             "response_format.json_object": form is not None and form.type == "json_object",
@@ -97,6 +93,12 @@ class Structured(JsonObject):
             first, second, *_ = given
             raise invalid(second, f"does not combine with {first}; give one of them")
         return next((grammar_of(name, value) for name, value in given.items()), None)
+
+
+def _check_fits(param: str, given: Any, kind: str) -> None:
+    """Refuse a part of a schema that is missing or not asked for."""
+    if (kind == "json_schema") != (given is not None):
+        raise invalid(param, "is required with type 'json_schema', and belongs to no other")
 
 
 _KINDS = {"schema": "json_schema", "json": "json_schema", "grammar": "ebnf"}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specwire.http.bodies.message import Message, as_conversation
+from specwire.http.bodies.conversation import Message, of_messages
 from specwire.http.bodies.part import List, Prompt, RequestBody, invalid
 
 
@@ -27,7 +27,7 @@ class TokenizeBody(RequestBody):
     def prompts(self) -> list[Prompt]:
         if self.messages is not None:
             kwargs = {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
-            return [{"messages": as_conversation(self.messages)} | kwargs]
+            return [{"messages": of_messages(self.messages)} | kwargs]
         return [{"prompt": self.prompt}]
 
     def check(self) -> None:

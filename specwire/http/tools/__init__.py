@@ -1,1 +1,1 @@
-"""How models write tool calls, and calls in texts; `bodies/tools.py` has their fields, and forced calls."""
+"""How models write tool calls, and calls in texts; `bodies/calling.py` has their fields, and forced calls."""

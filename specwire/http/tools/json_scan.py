@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Generator
 
 _SPACE = " \t\r\n"
 _CLOSERS = {"{": "}", "[": "]"}
@@ -16,98 +16,93 @@ _MAX_DEPTH = 100
 
 
 class JsonScan:
-    """A pushdown automaton of one JSON object.
+    """Follows one JSON object.
 
     What follows a number or a name decides whether it is valid, so `1.` is refused one character late.
+
+    Attributes:
+        depth: objects and lists that are open.
     """
 
     def __init__(self) -> None:
-        self._closers: list[str] = []
-        self._literal = ""
-        self._num_hex = 0
-        self._is_key = False
-        self._next: Callable[[str], bool] = self._object
-
-    @property
-    def depth(self) -> int:
-        """Objects and lists that are open."""
-        return len(self._closers)
+        self.depth = 0
+        self._reading = self._object()
+        next(self._reading)
 
     def feed(self, char: str) -> bool:
         """Take one more character; False if no JSON object begins so. Then the scan is over."""
-        return self._next(char)
+        try:
+            self._reading.send(char)
+        except (ValueError, StopIteration):
+            return False
+        return True
 
-    def _object(self, char: str) -> bool:
-        return char == "{" and self._open(char)
+    # Each is sent the characters after those that it is given; a result is the first one that is not its own.
 
-    def _value(self, char: str) -> bool:
-        if char in _SPACE:
-            return True
-        if char == '"':
-            return self._begin_string(is_key=False)
+    def _object(self) -> Generator[None, str, None]:
+        _check((yield) == "{")
+        yield from self._items("}")
+        yield
+
+    def _items(self, closer: str) -> Generator[None, str, None]:
+        """Those of an object or a list, and its end."""
+        self.depth += 1
+        _check(self.depth <= _MAX_DEPTH)
+        char = yield from _visible()
+        is_over = char == closer
+        while not is_over:
+            if closer == "}":
+                _check(char == '"')
+                yield from _string()
+                _check((yield from _visible()) == ":")
+                char = yield from _visible()
+            after = yield from self._value(char)
+            is_over = after == closer
+            if not is_over:
+                _check(after == ",")
+                char = yield from _visible()
+        self.depth -= 1
+
+    def _value(self, char: str) -> Generator[None, str, str]:
+        """The value that begins with this character, and white space."""
+        after = " "
         if char in _CLOSERS:
-            return self._open(char)
-        self._literal, self._next = char, self._in_literal
-        return char in _FIRST_OF_LITERAL
+            yield from self._items(_CLOSERS[char])
+        elif char == '"':
+            yield from _string()
+        else:
+            after = yield from _literal(char)
+        return (yield from _visible(after))
 
-    def _open(self, char: str) -> bool:
-        self._closers.append(_CLOSERS[char])
-        self._next = self._first_key if char == "{" else self._first_value
-        return len(self._closers) <= _MAX_DEPTH
 
-    def _first_key(self, char: str) -> bool:
-        return self._close() if char == "}" else self._key(char)
+def _check(is_valid: bool) -> None:
+    if not is_valid:
+        raise ValueError
 
-    def _first_value(self, char: str) -> bool:
-        return self._close() if char == "]" else self._value(char)
 
-    def _key(self, char: str) -> bool:
-        return char in _SPACE or (char == '"' and self._begin_string(is_key=True))
+def _visible(char: str = " ") -> Generator[None, str, str]:
+    while char in _SPACE:
+        char = yield
+    return char
 
-    def _begin_string(self, *, is_key: bool) -> bool:
-        self._is_key, self._next = is_key, self._string
-        return True
 
-    def _string(self, char: str) -> bool:
-        if char == '"':
-            self._next = self._colon if self._is_key else self._after_value
-        elif char == "\\":
-            self._next = self._escape
-        return char >= " "
+def _string() -> Generator[None, str, None]:
+    while (char := (yield)) != '"':
+        _check(char >= " ")
+        if char == "\\":
+            escaped = yield
+            _check(escaped in '"\\/bfnrtu')
+            for _ in range(4 if escaped == "u" else 0):
+                _check((yield) in "0123456789abcdefABCDEF")
 
-    def _escape(self, char: str) -> bool:
-        self._num_hex, self._next = (4, self._hex) if char == "u" else (0, self._string)
-        return char in '"\\/bfnrtu'
 
-    def _hex(self, char: str) -> bool:
-        self._num_hex -= 1
-        if not self._num_hex:
-            self._next = self._string
-        return char in "0123456789abcdefABCDEF"
-
-    def _colon(self, char: str) -> bool:
-        if char == ":":
-            self._next = self._value
-        return char == ":" or char in _SPACE
-
-    def _in_literal(self, char: str) -> bool:
-        if char in _OF_LITERAL:
-            self._literal += char
-            return len(self._literal) <= _MAX_LITERAL_LEN
-        self._next = self._after_value
-        return _LITERAL.fullmatch(self._literal) is not None and self._after_value(char)
-
-    def _after_value(self, char: str) -> bool:
-        if char == self._closers[-1]:
-            return self._close()
-        if char == ",":
-            self._next = self._key if self._closers[-1] == "}" else self._value
-        return char == "," or char in _SPACE
-
-    def _close(self) -> bool:
-        self._closers.pop()
-        self._next = self._after_value if self._closers else self._end
-        return True
-
-    def _end(self, char: str) -> bool:
-        return False
+def _literal(char: str) -> Generator[None, str, str]:
+    """A number or a name."""
+    _check(char in _FIRST_OF_LITERAL)
+    text = ""
+    while char in _OF_LITERAL:
+        text += char
+        _check(len(text) <= _MAX_LITERAL_LEN)
+        char = yield
+    _check(_LITERAL.fullmatch(text) is not None)
+    return char

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,54 +50,52 @@ class Arguments:
 Event = Content | CallBegins | Arguments
 
 
+class _NoCall(Exception):  # noqa: N818
+    """What is held, with the object after it, only looked like a call."""
+
+
 class ToolParser:
     """Reads one text.
 
     Args:
-        names: of the known tools.
+        names: of the known tools; without one all is content.
         most: calls to report; further ones are neither calls nor content. None for all.
     """
 
     def __init__(self, form: Format, names: Collection[str], most: int | None = None) -> None:
-        self._num_calls = 0
         self._form = form
         self._names = names
         self._most = most
+        self._num_calls = 0
+        self._num_incomplete = 0
         self._is_left_out = False
         self._found: list[tuple[type[Event], list[str]]] = []
         self._waiting: deque[str] = deque()
-        self._next: Callable[[str], None] = self._in_content
         self._held = ""
         self._object: list[str] = []
-        self._scan: JsonScan | None = None
-        self._expected = ""
-        self._may_stream = True
         self._is_start = True
         self._follows_call = False
-        self._is_open = False
-        self._is_broken = False
+        self._reading = self._read()
+        next(self._reading)
 
     @property
     def is_complete(self) -> bool:
         """Whether the arguments of all calls so far are complete."""
-        return not (self._is_open or self._is_broken)
+        return self._num_incomplete == 0
 
     def feed(self, text: str) -> list[Event]:
         """What is certain after more text; adjacent pieces of the same kind are one event."""
+        if not self._names:
+            return [Content(text)] if text else []
         self._waiting.extend(text)
         while self._waiting:
-            self._next(self._waiting.popleft())
+            self._reading.send(self._waiting.popleft())
         return self._taken()
 
     def flush(self) -> list[Event]:
         """At the end of the text: what was held back is content."""
         while self._held or self._object or self._waiting:
-            if self._waiting:
-                self._next(self._waiting.popleft())
-            elif self._next == self._in_head:
-                self._give_up()
-            else:
-                self._release(len(self._held))
+            self._reading.send(self._waiting.popleft() if self._waiting else "")
         return self._taken()
 
     def _taken(self) -> list[Event]:
@@ -115,26 +113,107 @@ class ToolParser:
         else:
             self._found.append((kind, [text]))
 
-    # --- outside of calls; held: white space, then the beginning of a marker
+    # --- the text, of which each `yield` is the next character, or nothing at its end
 
-    def _in_content(self, char: str) -> None:
-        self._held += char
-        seen = self._held.lstrip()
+    def _read(self) -> Generator[None, str, None]:
+        while True:
+            start = yield from self._content()
+            try:
+                while (yield from self._call(start)) and (yield from self._goes_on()):
+                    start = ""
+            except _NoCall:
+                self._give_up()
+
+    def _content(self) -> Generator[None, str, str]:
+        """All before a call; returns what is to come before its object.
+
+        Held: white space, then the beginning of a marker.
+        """
         marker = self._form.marker
-        if seen == marker:
-            self._expect_object(self._form.start)
-        elif seen == "{" and self._is_start and self._form.is_optional:
-            self._held = self._held[:-1]
-            self._expect_object("")
-            self._in_head(char)
-        elif not marker.startswith(seen):
-            num_kept = next(
-                n for n in range(len(seen) - 1, -1, -1) if marker.startswith(seen[len(seen) - n :])
-            )
-            self._release(len(self._held) - (1 if char.isspace() else num_kept))
+        while True:
+            char = yield
+            self._held += char
+            seen = self._held.lstrip()
+            if seen == marker:
+                return self._form.start
+            if seen == "{" and self._is_start and self._form.is_optional:
+                self._held = self._held[:-1]
+                self._waiting.appendleft(char)
+                return ""
+            if not char:
+                self._release(len(self._held))
+            elif not marker.startswith(seen):
+                num_kept = next(
+                    n for n in range(len(seen) - 1, -1, -1) if marker.startswith(seen[len(seen) - n :])
+                )
+                self._release(len(self._held) - (1 if char.isspace() else num_kept))
+
+    def _call(self, start: str) -> Generator[None, str, bool]:
+        """From a marker to the end of the call's object, if it has one; held until it is a call."""
+        while (char := (yield)) != "{" or start:
+            self._held += char
+            if not char.isspace():
+                if not char or char != start:
+                    raise _NoCall
+                start = ""
+        scan, has_inner = JsonScan(), False
+        while True:
+            self._object.append(char)
+            if not char or not scan.feed(char):
+                raise _NoCall
+            if scan.depth == 0:
+                self._accept(_call("".join(self._object)))
+                return True
+            if char == "{" and scan.depth == 2 and not has_inner:
+                has_inner = True  # the arguments, if the name was read before
+                head = _HEAD.fullmatch("".join(self._object))
+                if head is not None:
+                    self._accept((head[1], "{"))
+                    return (yield from self._arguments(scan))
+            char = yield
+
+    def _arguments(self, scan: JsonScan) -> Generator[None, str, bool]:
+        """Arguments as they arrive, and the end of the object around them."""
+        self._num_incomplete += 1
+        while scan.depth > 1:
+            char = yield
+            if not scan.feed(char):
+                self._follows_call = False
+                self._waiting.appendleft(char)
+                return False
+            self._emit(Arguments, char)
+        self._num_incomplete -= 1
+        while (char := (yield)).isspace():
+            self._held += char
+        self._held += char
+        if char != "}":
+            self._read_again()
+            return False
+        self._held = ""
+        return True
+
+    def _goes_on(self) -> Generator[None, str, bool]:
+        """What follows a call; whether that is a separator.
+
+        Held: white space, then the beginning of the format's end.
+        """
+        while True:
+            char = yield
+            self._held += char
+            seen = self._held.lstrip()
+            if seen and seen == self._form.separator:
+                return True
+            if seen and seen == self._form.end:
+                self._held = ""
+                return False
+            if not char or not self._form.end.startswith(seen):
+                self._read_again()
+                return False
+
+    # --- what is held
 
     def _release(self, length: int) -> None:
-        """The first characters that are held are content."""
+        """The first characters are content."""
         text, self._held = self._held[:length], self._held[length:]
         if self._follows_call:
             text = text.lstrip()
@@ -143,109 +222,28 @@ class ToolParser:
             self._is_start = self._is_start and text.isspace()
             self._emit(Content, text)
 
-    # --- from a marker to the arguments; held: all of it but the object
-
-    def _expect_object(self, start: str) -> None:
-        self._expected, self._scan, self._object, self._may_stream = start, None, [], True
-        self._next = self._in_head
-
-    def _in_head(self, char: str) -> None:
-        if self._scan is None:
-            self._before_object(char)
-            return
-        self._object.append(char)
-        if not self._scan.feed(char):
-            self._give_up()
-        elif char == "{" and self._scan.depth == 2 and self._may_stream:
-            self._may_stream = False
-            self._begin_call()
-        elif self._scan.depth == 0:
-            self._read_whole()
-
-    def _before_object(self, char: str) -> None:
-        if char == "{" and not self._expected:
-            self._scan = JsonScan()
-            self._scan.feed(char)
-            self._object.append(char)
-            return
-        self._held += char
-        if not char.isspace():
-            if char != self._expected:
-                self._give_up()
-            self._expected = ""
-
-    def _begin_call(self) -> None:
-        """The first object within the object: the arguments, if the name was read before."""
-        head = _HEAD.fullmatch("".join(self._object))
-        if head is None:
-            return
-        if head[1] not in self._names:
-            self._give_up()
-            return
-        self._accept(head[1], "{")
-        self._is_open, self._next = True, self._in_arguments
-
-    def _read_whole(self) -> None:
-        """A call in another order."""
-        call = _call("".join(self._object))
+    def _accept(self, call: tuple[str, str] | None) -> None:
+        """All was the beginning of a call of this name and these arguments, if the name is known."""
         if call is None or call[0] not in self._names:
-            self._give_up()
-            return
-        self._accept(*call)
-        self._next = self._after_object
-
-    def _accept(self, name: str, arguments: str) -> None:
+            raise _NoCall
         self._held, self._object = "", []
         self._is_start, self._follows_call = False, True
-        self._emit(CallBegins, name)
-        self._emit(Arguments, arguments)
+        self._emit(CallBegins, call[0])
+        self._emit(Arguments, call[1])
 
     def _give_up(self) -> None:
-        """It was no call. A real one may begin at any later character."""
-        text = self._held + "".join(self._object)
-        self._held, self._object = text, []
-        self._next = self._in_content
-        num_certain = len(text) - len(text.lstrip()) + 1
-        self._waiting.extendleft(reversed(text[num_certain:]))
-        self._held = text[:num_certain]
+        """It was no call. A real one may begin at any character after the first visible one."""
+        self._held += "".join(self._object)
+        self._object = []
+        num_certain = len(self._held) - len(self._held.lstrip()) + 1
+        self._waiting.extendleft(reversed(self._held[num_certain:]))
+        self._held = self._held[:num_certain]
         self._release(num_certain)
 
-    # --- arguments and what follows them
-
-    def _in_arguments(self, char: str) -> None:
-        assert self._scan is not None
-        if not self._scan.feed(char):
-            self._is_broken, self._follows_call = True, False
-            self._next = self._in_content
-            self._waiting.appendleft(char)
-            return
-        self._emit(Arguments, char)
-        if self._scan.depth == 1:
-            self._is_open, self._next = False, self._after_arguments
-
-    def _after_arguments(self, char: str) -> None:
-        """Held: white space."""
-        self._held += char
-        if char == "}":
-            self._held, self._next = "", self._after_object
-        elif not char.isspace():
-            self._again()
-
-    def _after_object(self, char: str) -> None:
-        """Held: white space, then the beginning of the format's end."""
-        self._held += char
-        seen = self._held.lstrip()
-        if seen and seen == self._form.separator:
-            self._expect_object("")
-        elif seen and seen == self._form.end:
-            self._held, self._next = "", self._in_content
-        elif not self._form.end.startswith(seen):
-            self._again()
-
-    def _again(self) -> None:
-        """What is held is outside of calls."""
+    def _read_again(self) -> None:
+        """It is outside of calls."""
         self._waiting.extendleft(reversed(self._held))
-        self._held, self._next = "", self._in_content
+        self._held = ""
 
 
 def _call(text: str) -> tuple[str, str] | None:
