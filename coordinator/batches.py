@@ -30,7 +30,6 @@ from coordinator.generation import Plan, Planner, Round
 from coordinator.length.choice import SharedChoice
 from coordinator.length.planners import AdaptiveLength, FixedLength
 from coordinator.length.ways import MAX_CHOSEN
-from coordinator.peers.addresses import Names
 from coordinator.peers.drafter import RemoteDrafter
 from coordinator.peers.handshake import DraftPool
 from specwire import clock
@@ -161,7 +160,6 @@ class BatchDrafter:
         config = self._config
         pool = DraftPool(
             config.draft_address,
-            Names(),
             config.peer_credentials,
             self._target,
             use_heterogeneous_vocab=config.model_draft.use_heterogeneous_vocab,

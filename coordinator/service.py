@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator
 
 from coordinator import metrics
-from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.servicer import GenerationServicer
 from specwire import embedded
@@ -27,18 +26,14 @@ from specwire.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_SYSTEM_NAMES = Names()
 _AT_ONCE_S = 0.5
 """Services that are there answer within this time, and nothing is said of a wait."""
 _AGAIN_S = 10.0
 
 
 @contextlib.asynccontextmanager
-async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> AsyncIterator[str]:
+async def serving(config: CoordinatorConfig) -> AsyncIterator[str]:
     """Run a coordinator, or one worker of several; yields its `HOST:PORT`, and ends gracefully.
-
-    Args:
-        names: how the names of `dns:///NAME:PORT` are resolved.
 
     Raises:
         ServiceUnavailableError: no verify service answered in time.
@@ -50,13 +45,12 @@ async def serving(config: CoordinatorConfig, names: Names = _SYSTEM_NAMES) -> As
         tracer = tracing.configure("specwire-coordinator")
         stack.callback(tracer.shutdown)
         credentials = config.peer_credentials
-        verify = VerifyPool(config.verify_address, names, credentials)
+        verify = VerifyPool(config.verify_address, credentials)
         stack.push_async_callback(verify.close)
         async with _waiting_for(config, verify):
             await verify.connect(config.connect_timeout_s)
         draft = DraftPool(
             config.draft_address,
-            names,
             credentials,
             verify.info,
             use_heterogeneous_vocab=config.model_draft.use_heterogeneous_vocab,

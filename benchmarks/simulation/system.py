@@ -16,7 +16,6 @@ from benchmarks.simulation.devices import (
     VirtualRunner,
 )
 from benchmarks.simulation.network import Link, Overheads, Process, VirtualCall
-from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.link import SharedLink, draft_codec, verify_codec
 from coordinator.peers.replicas import Replica
@@ -155,10 +154,10 @@ class Coordinator:
             max_running=_UNLIMITED,
         )
         target = verify.info
-        verify_pool = VerifyPool("", Names())
+        verify_pool = VerifyPool("")
         verify_pool.add(_Replica("verify", target, self._open_verify))
         verify_pool.check_info(target)
-        draft_pool = DraftPool("", Names(), PLAINTEXT, target)
+        draft_pool = DraftPool("", PLAINTEXT, target)
         draft_pool.add(_Replica("draft", draft.info, self._open_draft))
         self._generate = GenerationServicer(config, verify_pool, draft_pool, None, _NO_TRACING).Generate
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.peers.addresses import Names
 from coordinator.peers.link import Codec, SharedLink, draft_codec, verify_codec
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import LOADING, Replica
@@ -37,8 +35,8 @@ _RETRY_S = 0.25
 _POLL_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 5.0
 _PAGE_TIMEOUT_S = 30.0
-_NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _DRAINS = "takes no new streams"
+_NO_HEALTH = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """The service does not implement health checks, or has as many watches of its health as it allows."""
 
 
@@ -148,35 +146,29 @@ class RemoteReplica(Replica):
     """
 
     def __init__(
-        self,
-        role: Role,
-        address: str,
-        credentials: Credentials,
-        check: Callable[[ModelInfo], None],
-        target: Callable[[], ModelInfo],
+        self, role: Role, address: str, credentials: Credentials, pool: VerifyPool | DraftPool
     ) -> None:
         """Begins to monitor.
 
         Args:
             credentials: of both sides of the connection.
-            check: raises HandshakeError for an incompatible service.
-            target: whose vocabulary all token ids belong to; known once a service is compatible.
+            pool: says what is compatible.
         """
         super().__init__(role.name, address)
         self._role = role
-        self._check = check
-        self._target = target
+        self._pool = pool
         self._channel = channel.open_channel(address, credentials=credentials)
         self._stub = role.stub(self._channel)
         self._health_stub = health_pb2_grpc.HealthStub(self._channel)
         self._change = asyncio.Event()
+        self._health: bool | SpecwireError | None = None
         self._is_suspect = False
         self._monitoring = asyncio.create_task(self._monitor())
 
     def _open_link(self) -> SharedLink:
         open_stream = getattr(self._stub, self._role.stream)
         name = self.info.name if self.info else ""
-        return SharedLink(GrpcCall(open_stream()), self._role.codec(self._target().vocab_size, name))
+        return SharedLink(GrpcCall(open_stream()), self._role.codec(self._pool.target.vocab_size, name))
 
     def mark_lost(self, reason: str) -> None:
         """See `Replica`; the next handshake follows at once."""
@@ -192,10 +184,11 @@ class RemoteReplica(Replica):
 
     async def _monitor(self) -> None:
         while True:
-            self._is_suspect = False
-            health = _Health(self._health_stub.Watch(health_pb2.HealthCheckRequest()), self._change)
+            self._health, self._is_suspect = None, False
+            watch = self._health_stub.Watch(health_pb2.HealthCheckRequest())
+            following = asyncio.create_task(self._follow_health(watch))
             try:
-                await self._while_serving(health)
+                await self._while_serving()
             except HandshakeError as error:
                 self.mark_incompatible(error)
             except ServiceDrainingError:
@@ -203,23 +196,36 @@ class RemoteReplica(Replica):
             except SpecwireError as error:
                 super().mark_lost(str(error))
             finally:
-                health.close()
+                watch.cancel()  # a draining server waits for all its streams to end
+                following.cancel()
             if not self._is_suspect:
                 await asyncio.sleep(_RETRY_S)
 
-    async def _while_serving(self, health: _Health) -> None:
+    async def _follow_health(self, watch: Any) -> None:
+        """Note each report, and why the watch has failed. Without health checks a service counts as healthy
+        while it answers."""
+        try:
+            while (report := await watch.read()) is not grpc.aio.EOF:
+                self._health = report.status == health_pb2.HealthCheckResponse.SERVING
+                self._change.set()
+            self._health = ServiceUnavailableError("the service ended")
+        except grpc.RpcError as error:
+            self._health = True if error.code() in _NO_HEALTH else peer_error(error)
+        self._change.set()
+
+    async def _while_serving(self) -> None:
         """Poll it until it drains, or one of its streams fails.
 
         Raises:
             SpecwireError: it is unavailable or incompatible.
         """
         await self._next_change(_HANDSHAKE_TIMEOUT_S)
-        if not health.is_known:
+        if self._health is None:
             raise ServiceUnavailableError(f"no answer within {_HANDSHAKE_TIMEOUT_S:g} s")
         while not self._is_suspect:
-            if health.error:
-                raise health.error
-            if not health.is_serving:
+            if isinstance(self._health, SpecwireError):
+                raise self._health
+            if not self._health:
                 await self._mark_not_serving()
                 return
             await self._shake_hands()
@@ -236,15 +242,12 @@ class RemoteReplica(Replica):
         """Raises:
         SpecwireError: it is unavailable, incompatible, or hangs.
         """
-        try:
-            response = await self._stub.GetModelInfo(self._role.info_request, timeout=_HANDSHAKE_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise peer_error(error) from None
+        response = await _answer(self._stub.GetModelInfo, self._role.info_request, _HANDSHAKE_TIMEOUT_S)
         if response.status.silent_ms:
             raise _DeviceHangsError(f"its device hangs: {response.status.silent_ms / 1e3:.1f} s in one pass")
         info = wire.model_info_from_proto(response.model)
         check_version(info)
-        self._check(info)
+        self._pool.check_info(info)
         status = response.status
         self.num_other_streams = max(0, status.num_sequences - self.num_streams)
         self.num_held_pages = status.num_held_pages
@@ -258,11 +261,7 @@ class RemoteReplica(Replica):
             SpecwireError: it is unavailable.
         """
         request = verify_pb2.VerifyServiceGetTokenizerRequest(offset=offset)
-        try:
-            response = await self._stub.GetTokenizer(request, timeout=_PAGE_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise peer_error(error) from None
-        page: bytes = response.page
+        page: bytes = (await _answer(self._stub.GetTokenizer, request, _PAGE_TIMEOUT_S)).page
         return page
 
     async def _mark_not_serving(self) -> None:
@@ -283,55 +282,28 @@ class _DeviceHangsError(ServiceUnavailableError):
     """The service answers, but its device does not compute."""
 
 
-class _Health:
-    """A watch of a service's health. A service without health checks counts as healthy while it answers.
+async def _answer(method: Any, request: Any, timeout_s: float) -> Any:
+    """Of a call with one answer.
 
-    Attributes:
-        is_known: whether it has reported, or the watch has failed.
-        is_serving: the last report.
-        error: why the watch has failed.
+    Raises:
+        SpecwireError: as the peer raised it, or for a failure of the transport.
     """
-
-    def __init__(self, call: Any, change: asyncio.Event) -> None:
-        self.is_known = self.is_serving = False
-        self.error: SpecwireError | None = None
-        self._call = call
-        self._change = change
-        self._following = asyncio.create_task(self._follow())
-
-    async def _follow(self) -> None:
-        try:
-            while (response := await self._call.read()) is not grpc.aio.EOF:
-                self._set(response.status == health_pb2.HealthCheckResponse.SERVING)
-            self.error = ServiceUnavailableError("the service ended")
-        except grpc.RpcError as error:
-            if error.code() in _NO_HEALTH:
-                self._set(is_serving=True)
-                return
-            self.error = peer_error(error)
-        self.is_known = True
-        self._change.set()
-
-    def _set(self, is_serving: bool) -> None:
-        self.is_known, self.is_serving = True, is_serving
-        self._change.set()
-
-    def close(self) -> None:
-        """Cancel the watch, since a draining server waits for all its streams to end."""
-        self._call.cancel()
-        self._following.cancel()
+    try:
+        return await method(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise peer_error(error) from None
 
 
 class VerifyPool(Pool):
     """The replicas of the verify service; at least one is needed to generate."""
 
-    def __init__(self, addresses: str, names: Names, credentials: Credentials = PLAINTEXT) -> None:
+    def __init__(self, addresses: str, credentials: Credentials = PLAINTEXT) -> None:
         """As `Pool`."""
 
         def make(address: str) -> Replica:
-            return RemoteReplica(VERIFY, address, credentials, self.check_info, lambda: self.info)
+            return RemoteReplica(VERIFY, address, credentials, self)
 
-        super().__init__("verify", addresses, make, names, is_needed=True)
+        super().__init__("verify", addresses, make, is_needed=True)
         self._info: ModelInfo | None = None
 
     @property
@@ -339,6 +311,9 @@ class VerifyPool(Pool):
         """Of the first target that answered, which all others must equal; known after `connect`."""
         assert self._info is not None
         return self._info
+
+    target = info
+    """Whose vocabulary all token ids belong to."""
 
     async def connect(self, timeout_s: float) -> None:
         """Contact all replicas, and wait until one is available.
@@ -405,7 +380,6 @@ class DraftPool(Pool):
     def __init__(
         self,
         addresses: str,
-        names: Names,
         credentials: Credentials,
         target: ModelInfo,
         *,
@@ -417,12 +391,13 @@ class DraftPool(Pool):
             target: what the drafts must be compatible with.
             use_heterogeneous_vocab: use those with another tokenizer that propose the target's tokens.
         """
-        check = functools.partial(check_pair, target, use_heterogeneous_vocab=use_heterogeneous_vocab)
 
         def make(address: str) -> Replica:
-            return RemoteReplica(DRAFT, address, credentials, check, lambda: target)
+            return RemoteReplica(DRAFT, address, credentials, self)
 
-        super().__init__("draft", addresses, make, names, is_needed=False)
+        super().__init__("draft", addresses, make, is_needed=False)
+        self.target = target
+        self._use_heterogeneous_vocab = use_heterogeneous_vocab
 
     @property
     def info(self) -> ModelInfo | None:
@@ -439,3 +414,7 @@ class DraftPool(Pool):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 await self.all_contacted()
+
+    def check_info(self, info: ModelInfo) -> None:
+        """Check a draft against the target. Errors as for `check_pair`."""
+        check_pair(self.target, info, use_heterogeneous_vocab=self._use_heterogeneous_vocab)

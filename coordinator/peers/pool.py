@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import logging
+import socket
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
-from coordinator.peers.addresses import Names, follow
 from coordinator.peers.replicas import Replica, SentPrefixes, choose
 from coordinator.peers.waits import Waits
 from specwire import clock
-from specwire.config.fields import DNS, split_addresses
+from specwire.config.fields import DNS, split_address, split_addresses
 
+log = logging.getLogger(__name__)
+
+RESOLVED_EVERY_S = 3.0
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+
+
+async def resolve(name: str, port: int) -> Sequence[str]:
+    """`HOST:PORT` for each distinct address of a name.
+
+    Raises:
+        OSError: the name is unknown, or no name server answers.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = {str(address[0]) for *_, address in found}
+    return sorted(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
 
 
 class Pool:
@@ -27,21 +41,12 @@ class Pool:
         num_disagreements: rounds where the service, going on by itself, came to another outcome than we did.
     """
 
-    def __init__(
-        self,
-        role: str,
-        addresses: str,
-        make: Callable[[str], Replica],
-        names: Names,
-        *,
-        is_needed: bool,
-    ) -> None:
+    def __init__(self, role: str, addresses: str, make: Callable[[str], Replica], *, is_needed: bool) -> None:
         """Nothing happens before `start`.
 
         Args:
             addresses: as the coordinator's flags take them: `HOST:PORT` or `dns:///NAME:PORT`, with commas.
             make: makes the replica for an address, which monitors its service by itself.
-            names: how names are resolved.
             is_needed: nothing can be generated without one of them.
         """
         self.role = role
@@ -51,7 +56,6 @@ class Pool:
         self._entries = split_addresses(f"{role}_address", addresses) if addresses else ()
         self._make = make
         self._is_needed = is_needed
-        self._names = names
         self._listed: dict[str, Sequence[str]] = {}
         self._prefixes = SentPrefixes()
         self._num_opened = 0
@@ -84,8 +88,26 @@ class Pool:
         if listed:
             self._update("", listed)
         for name in set(self._entries) - set(listed):
-            update = functools.partial(self._update, name)
-            self._spawn(follow(name, update, self._names))
+            self._spawn(self._follow(name))
+
+    async def _follow(self, entry: str) -> None:
+        """Resolve `dns:///NAME:PORT` periodically.
+
+        A failed look-up changes nothing: replicas must survive an outage of the DNS server, and the loss of a
+        replica shows in its health.
+        """
+        name, port = split_address("address", entry.removeprefix(DNS))
+        found: Sequence[str] = ()
+        problem = ""
+        while True:
+            try:
+                found, problem = await resolve(name.strip("[]"), port), ""
+            except OSError as error:
+                if str(error) != problem:
+                    log.warning("%s: %s; keeping %s", entry, error, ", ".join(found) or "nothing")
+                problem = str(error)
+            self._update(entry, found)
+            await asyncio.sleep(RESOLVED_EVERY_S)
 
     async def all_contacted(self) -> None:
         """Wait until all names were resolved and all first handshakes have ended.

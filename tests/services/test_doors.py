@@ -20,7 +20,6 @@ import coordinator.service
 import draft_service.service
 import verify_service.service
 from coordinator.__main__ import main as coordinator_main
-from coordinator.peers.addresses import Names
 from coordinator.peers.handshake import VerifyPool
 from draft_service.__main__ import main as draft_main
 from specwire import (
@@ -249,7 +248,7 @@ def test_the_client_raises_the_type(worlds: dict[str, dict[str, str]], keys: Key
 async def test_a_coordinator_says_what_is_wrong_with_a_peer(
     worlds: dict[str, dict[str, str]], keys: Keys, case: Case
 ) -> None:
-    pool = VerifyPool(worlds[case.world]["verify"], Names(), case.credentials(keys))
+    pool = VerifyPool(worlds[case.world]["verify"], case.credentials(keys))
     try:
         pool.start()
         await pool.all_contacted()

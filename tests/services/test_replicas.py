@@ -15,8 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 import coordinator.service
 import draft_service.service
 import verify_service.service
-from coordinator.peers import handshake
-from coordinator.peers.addresses import Names, resolve_by_system
+from coordinator.peers import handshake, pool
 from coordinator.peers.attempts import MAX_FAILURES, Attempts
 from coordinator.peers.handshake import check_same
 from coordinator.peers.pool import Pool
@@ -95,19 +94,19 @@ class TestTrials:
 
     @pytest.mark.parametrize("is_needed", [True, False])
     def test_one_stream_at_a_time_tries_it(self, is_needed: bool) -> None:
-        pool = Pool("draft", "", lambda _: Fake("none"), Names(), is_needed=is_needed)
+        drafts = Pool("draft", "", lambda _: Fake("none"), is_needed=is_needed)
         replica = Fake("a")
-        pool.add(replica)
+        drafts.add(replica)
         replica.mark_lost("hangs")
         replica.mark_ready(self.INFO)
-        assert pool.choose([1]) is replica
-        pool.opened(replica, [1])
-        assert pool.choose([1]) is (replica if is_needed else None)
+        assert drafts.choose([1]) is replica
+        drafts.opened(replica, [1])
+        assert drafts.choose([1]) is (replica if is_needed else None)
         other = Fake("b", num_streams=7)
-        pool.add(other)
-        assert pool.choose([1]) is other
+        drafts.add(other)
+        assert drafts.choose([1]) is other
         replica.mark_proven()
-        assert pool.choose([1]) is replica
+        assert drafts.choose([1]) is replica
 
 
 def test_a_longer_prompt_may_take_so_many_times_longer_or_eight_times_as_long() -> None:
@@ -124,12 +123,12 @@ class TestOutages:
     def test_as_long_as_the_last_one_or_as_long_again(self) -> None:
         now_s = 0.0
         with clock.simulated(lambda: int(now_s * 1e9)):
-            pool = Pool("verify", "", lambda _: Fake("none"), Names(), is_needed=True)
+            verify = Pool("verify", "", lambda _: Fake("none"), is_needed=True)
             replica = Fake("a")
-            pool.add(replica)
+            verify.add(replica)
             replica.mark_unavailable("drains")
             replica.mark_ready(TestTrials.INFO)
-            assert pool.expected_s() == 1.0
+            assert verify.expected_s() == 1.0
             for lasts_s, told in (
                 (12.0, {0.0: 1.0, 5.0: 5.0, 12.0: 12.0}),
                 (1000.0, {0.0: 12.0, 5.0: 7.0, 11.5: 1.0, 13.0: 13.0, 1000.0: 60.0}),
@@ -140,10 +139,10 @@ class TestOutages:
                 for after_s, expected_s in told.items():
                     now_s = lost_s + after_s
                     replica.mark_unavailable("drains")
-                    assert pool.expected_s() == expected_s
+                    assert verify.expected_s() == expected_s
                 now_s = lost_s + lasts_s
                 replica.mark_ready(TestTrials.INFO)
-                assert pool.expected_s() == 1.0
+                assert verify.expected_s() == 1.0
 
 
 class TestPrefixes:
@@ -211,9 +210,9 @@ class TestAddresses:
             CoordinatorConfig(verify_address=text)
 
     async def test_the_system_resolves(self) -> None:
-        assert "127.0.0.1:70" in await resolve_by_system("localhost", 70)
+        assert "127.0.0.1:70" in await pool.resolve("localhost", 70)
         with pytest.raises(OSError, match=r"."):
-            await resolve_by_system("does-not-exist.invalid", 70)
+            await pool.resolve("does-not-exist.invalid", 70)
 
 
 class TestUp:
@@ -285,16 +284,15 @@ class Zone:
 
 
 @contextlib.asynccontextmanager
-async def serving(verify: str, draft: str = "", zone: Zone | None = None) -> AsyncIterator[AsyncClient]:
+async def serving(verify: str, draft: str = "", *, is_plain: bool = False) -> AsyncIterator[AsyncClient]:
     config = CoordinatorConfig(
         verify_address=verify,
         draft_address=draft,
         grace_s=0.0,
         failover_timeout_s=5.0,
-        allow_plaintext=zone is not None,
+        allow_plaintext=is_plain,
     )
-    names = Names(zone, 0.05) if zone else Names()
-    async with coordinator.service.serving(config, names) as address, AsyncClient(address) as client:
+    async with coordinator.service.serving(config) as address, AsyncClient(address) as client:
         yield client
 
 
@@ -349,10 +347,14 @@ async def test_streams_spread_over_the_replicas_and_follow_their_prefix(services
 
 
 @pytest.mark.slow
-async def test_a_name_is_followed_and_what_vanishes_drains_away(services: Services) -> None:
+async def test_a_name_is_followed_and_what_vanishes_drains_away(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = [await services.start("verify", TARGET) for _ in range(2)]
     zone = Zone(a)
-    async with serving("dns:///verify.local:7072", zone=zone) as client:
+    monkeypatch.setattr(pool, "resolve", zone)
+    monkeypatch.setattr(pool, "RESOLVED_EVERY_S", 0.05)
+    async with serving("dns:///verify.local:7072", is_plain=True) as client:
         assert zone.asked == {("verify.local", 7072)}
         alone = await generate(client, LONG)
         async with client.stream(params=LONG, prompt_token_ids=PROMPT) as stream:
