@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.generation import Plan
-from coordinator.peers.link import SharedLink
+from coordinator.peers.replicas import Replica
 from coordinator.peers.waits import Waits
 from specwire import clock
 from specwire.core import MAX_NUM_OUTCOMES, Preparation, Proposal, Timings
@@ -29,6 +29,7 @@ class DraftSequence:
     """A `link.Receiver`: sends requests in order, and keeps the proposals that arrive by what they follow.
 
     Attributes:
+        replica, num_lost: where it is, and how often that had been lost when it was opened.
         prepared: proposals that no round has used yet.
         num_sent_tokens: committed tokens that the draft was sent.
         error: why nothing more will arrive; None while the sequence is open.
@@ -38,13 +39,12 @@ class DraftSequence:
 
     def __init__(
         self,
-        link: SharedLink,
+        replica: Replica,
         opening: common_pb2.OpenSequence,
         timeout_s: float | None,
         *,
         waits: Waits,
         check: Callable[[Proposal], None] = lambda _: None,
-        on_answer: Callable[[], None] = lambda: None,
         on_prepared: Callable[[Sequence[int], Proposal], None] = lambda path, proposal: None,
     ) -> None:
         """Open it.
@@ -52,13 +52,12 @@ class DraftSequence:
         Args:
             timeout_s: its deadline, in seconds from now; None for none.
             check: raises SpecwireError for a proposal that could not be judged.
-            on_answer: called for each answer.
             on_prepared: called for each proposal that was prepared, with the path that it follows.
         """
-        self._link = link
+        self.replica, self.num_lost = replica, replica.num_lost
+        self._link = replica.link()
         self._waits = waits
         self._check = check
-        self._on_answer = on_answer
         self._on_prepared = on_prepared
         self.num_sent_tokens = 0
         self.request_bytes = self.message_number = 0
@@ -70,7 +69,7 @@ class DraftSequence:
         self.error: SpecwireError | None = None
         self._answer: DraftAnswer | None = None
         self._answered_ns = self._answer_bytes = 0
-        self._sequence_id = link.open(opening, self, timeout_s)
+        self._sequence_id = self._link.open(opening, self, timeout_s)
 
     @property
     def late_s(self) -> float:
@@ -117,11 +116,11 @@ class DraftSequence:
             await self._waits.of(self._arrival, timeout_s)
             timeout_s = (due_ns - clock.stopwatch_ns()) / 1e9
         self._last_proposed = found.proposal
-        answered = self._num_answered == self._asked_id
-        cost = self._cost_of_answer if answered else self._cost_of_pushed
-        return found.proposal, cost(found.origin, num_prefill_tokens)
+        if self._num_answered == self._asked_id:
+            return found.proposal, self._cost_of_answer(num_prefill_tokens)
+        return found.proposal, self._cost_of_pushed(found.origin, num_prefill_tokens)
 
-    def _cost_of_answer(self, origin: PreparedAnswer, num_prefill_tokens: int) -> Cost:
+    def _cost_of_answer(self, num_prefill_tokens: int) -> Cost:
         """Of the request that was sent last, and is answered."""
         answer = self._answer
         assert answer is not None
@@ -160,11 +159,7 @@ class DraftSequence:
         self._last_proposed = proposal
 
     def _put(
-        self,
-        committed: Sequence[int],
-        plan: Plan,
-        preparation: Preparation | None,
-        traceparent: str,
+        self, committed: Sequence[int], plan: Plan, preparation: Preparation | None, traceparent: str
     ) -> None:
         base_len, self.num_sent_tokens = self.num_sent_tokens, len(committed)
         self._num_requests += 1
@@ -183,7 +178,7 @@ class DraftSequence:
         if isinstance(answer, DraftAnswer):
             self._num_answered = answer.request_id
             self.message_number = self._link.num_received
-            self._on_answer()
+            self.replica.mark_proven()
             if answer.request_id == self._asked_id:
                 self._answer, self._answer_bytes = answer, num_bytes
                 self._answered_ns = clock.stopwatch_ns()

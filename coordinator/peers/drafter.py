@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -34,15 +34,6 @@ from specwire.text.grammar import LONGEST_MASK_S
 _RETRY_AFTER_MS = 1000
 _HUNG_AFTER_WAITS = 5.0
 """A draft that has not answered for so many of its longest waits counts as lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A sequence, its replica, and how often that had been lost when it was opened."""
-
-    sequence: DraftSequence
-    replica: Replica
-    num_lost: int
 
 
 class Drafted(Protocol):
@@ -127,63 +118,96 @@ class RemoteDrafter:
         self._deadline_s = deadline_s
         self._on_prepared = on_prepared
         self._tracer = tracer
-        self._current: _Opened | None = None
+        self._sequence: DraftSequence | None = None
         self._not_before_s: dict[Replica, float] = {}
         self.unavailable = ""
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
         if not begun.token_ids:  # the next round asks
             return Cost()
-        if self._current is None:
+        sequence = self._sequence
+        if sequence is None:
             return Cost(outcome=CallOutcome.READY)
-        return self._continue_from(committed, begun, plan, self._current.sequence.prepared.take(committed))
+        return _continue_from(sequence, committed, begun, plan, sequence.prepared.take(committed))
 
     async def propose(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost]:
         found = self.at_hand(committed, plan, parent)
-        if found is not None:
-            return found
-        replica = self._replica(committed)
-        assert replica is not None
-        assert replica.info is not None
-        return await self._ask(replica, committed, _fitted(plan, replica.info, len(committed)), parent)
+        return await self._ask(committed, plan, parent) if found is None else found
 
     def at_hand(
         self, committed: Sequence[int], plan: Plan, parent: tracing.Span
     ) -> tuple[Proposal, Cost] | None:
-        """What a round gets without a request; None if the draft has to be asked."""
+        """What a round gets without a request; None if the draft has to be asked.
+
+        A proposal that has arrived already, from which the draft works on; or no tokens, while an earlier
+        answer is late that may still arrive.
+        """
+        nothing = Proposal(len(committed))
         if plan.num_draft_tokens <= 0:
-            return Proposal(len(committed)), Cost()
-        current = self._current
-        if current is not None and current.replica.num_lost != current.num_lost:  # as another one found out
-            self.unavailable = self.unavailable or current.replica.unavailable or "it was lost for a while"
-            parent.event("draft lost", {names.SERVER_ADDRESS: current.replica.address})
+            return nothing, Cost()
+        sequence = self._sequence
+        if (
+            sequence is not None and sequence.replica.num_lost != sequence.num_lost
+        ):  # as another one found out
+            self.unavailable = self.unavailable or sequence.replica.unavailable or "it was lost for a while"
+            parent.event("draft lost", {names.SERVER_ADDRESS: sequence.replica.address})
             self.close()
-        replica = self._replica(committed)
+            sequence = None
+        replica = self._choose(committed) if sequence is None else sequence.replica
         if replica is None or replica.info is None:
-            return Proposal(len(committed)), Cost(outcome=CallOutcome.UNAVAILABLE)
+            return nothing, Cost(outcome=CallOutcome.UNAVAILABLE)
         plan = _fitted(plan, replica.info, len(committed))
         if plan.num_draft_tokens <= 0:
-            return Proposal(len(committed)), Cost()
-        return self._arrived(committed, plan)
+            return nothing, Cost()
+        if sequence is None:
+            self._open(replica, committed)
+            return None
+        found = sequence.prepared.take(committed)
+        if found is not None:
+            proposal = plan.limit(found.proposal)
+            return proposal, _continue_from(sequence, committed, proposal, plan, found)
+        may_arrive = (
+            sequence.error is None and 0 < sequence.late_s <= _HUNG_AFTER_WAITS * self._longest_wait_s
+        )
+        return (nothing, Cost()) if may_arrive else None
 
-    async def _ask(
-        self, replica: Replica, committed: Sequence[int], plan: Plan, parent: tracing.Span
-    ) -> tuple[Proposal, Cost]:
+    def _choose(self, committed: Sequence[int]) -> Replica | None:
+        """The replica to open a sequence at; None if there is none."""
+        now_s = clock.stopwatch_ns() / 1e9
+        avoided = {replica for replica, not_before_s in self._not_before_s.items() if now_s < not_before_s}
+        replica = self._pool.choose(committed, avoided, self._opening.cache_salt)
+        if replica is None:
+            self.unavailable = self.unavailable or self._pool.unavailable
+        return replica
+
+    def _open(self, replica: Replica, committed: Sequence[int]) -> None:
+        self._sequence = DraftSequence(
+            replica,
+            self._opening,
+            self._deadline_s,
+            waits=self._pool.waits,
+            check=self._check,
+            on_prepared=self._on_prepared,
+        )
+        self._pool.opened(replica, committed, self._opening.cache_salt)
+
+    async def _ask(self, committed: Sequence[int], plan: Plan, parent: tracing.Span) -> tuple[Proposal, Cost]:
         """A proposal that is requested; no tokens where the draft is lost meanwhile."""
-        started_ns = clock.stopwatch_ns()
+        sequence, started_ns = self._sequence, clock.stopwatch_ns()
+        assert sequence is not None  # `at_hand` opens one
+        address = sequence.replica.address
         try:
             if not self._tracer.enabled:
-                return await self._request(replica, committed, plan, parent.traceparent, started_ns)
-            with span_around(self._tracer, "draft", replica.address, parent) as span:
-                found = await self._request(replica, committed, plan, span.traceparent, started_ns)
+                return await self._request(sequence, committed, plan, parent.traceparent)
+            with span_around(self._tracer, "draft", address, parent) as span:
+                found = await self._request(sequence, committed, plan, span.traceparent)
                 describe(span, *found)
             return found
         except SpecwireError as error:
-            self._close_after(error, replica)
-            lost = {names.SERVER_ADDRESS: replica.address, names.ERROR_TYPE: error.status}
-            parent.event("draft lost", lost)
+            self._close_after(error, sequence.replica)
+            parent.event("draft lost", {names.SERVER_ADDRESS: address, names.ERROR_TYPE: error.status})
             lost_ns = clock.stopwatch_ns() - started_ns
             cost = Cost(outcome=CallOutcome.LOST, wall_ns=lost_ns, lost_ns=lost_ns)
             return Proposal(len(committed)), cost
@@ -191,58 +215,18 @@ class RemoteDrafter:
     def observe(self, done: Round) -> None:
         """See `generation.Drafter`; what proposals cost is learnt from each call."""
 
-    # --- where ----------------------------------------------------------------------------------------
-
-    def _replica(self, committed: Sequence[int]) -> Replica | None:
-        """The replica of the sequence, or to open one at; None if there is none."""
-        if self._current is not None:
-            return self._current.replica
-        now_s = clock.stopwatch_ns() / 1e9 if self._not_before_s else 0.0
-        avoided = {replica for replica, not_before_s in self._not_before_s.items() if now_s < not_before_s}
-        replica = self._pool.choose(committed, avoided, self._opening.cache_salt)
-        if replica is None:
-            self.unavailable = self.unavailable or self._pool.unavailable
-        return replica
-
-    # --- one proposal ---------------------------------------------------------------------------------
-
-    def _arrived(self, committed: Sequence[int], plan: Plan) -> tuple[Proposal, Cost] | None:
-        """A proposal that has arrived already, from which the draft works on; or no
-        tokens, while an earlier answer is late that may still arrive."""
-        if self._current is None:
-            return None
-        sequence = self._current.sequence
-        found = sequence.prepared.take(committed)
-        if found is not None:
-            proposal = plan.limit(found.proposal)
-            return proposal, self._continue_from(committed, proposal, plan, found)
-        if sequence.error is None and 0 < sequence.late_s <= _HUNG_AFTER_WAITS * self._longest_wait_s:
-            return Proposal(len(committed)), Cost()
-        return None
-
-    def _continue_from(
-        self, committed: Sequence[int], proposal: Proposal, plan: Plan, found: Prepared | None
-    ) -> Cost:
-        """The draft works on from a proposal that it had prepared, if the plan says so; what that cost."""
-        assert self._current is not None
-        preparation = _preparation(self._current.replica, plan)
-        if preparation is not None:
-            self._current.sequence.continue_from(committed, proposal, preparation)
-        origin = found.origin if found is not None else ASKED
-        return Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
-
     async def _request(
-        self, replica: Replica, committed: Sequence[int], plan: Plan, traceparent: str, started_ns: int
+        self, sequence: DraftSequence, committed: Sequence[int], plan: Plan, traceparent: str
     ) -> tuple[Proposal, Cost]:
         """Raises:
         SpecwireError: the sequence has failed, or its answer is so late that the draft counts as lost.
         """
-        if self._current is None:
-            self._current = self._open_at(replica, committed)
-        sequence = self._current.sequence
-        if sequence.late_s > _HUNG_AFTER_WAITS * self._longest_wait_s:
-            waited_ms = _HUNG_AFTER_WAITS * self._longest_wait_s * 1e3
-            raise ServiceUnavailableError(f"no proposal within {waited_ms:.0f} ms")
+        started_ns, replica = clock.stopwatch_ns(), sequence.replica
+        assert replica.info is not None  # it was available
+        plan = _fitted(plan, replica.info, len(committed))
+        hung_after_s = _HUNG_AFTER_WAITS * self._longest_wait_s
+        if sequence.late_s > hung_after_s:
+            raise ServiceUnavailableError(f"no proposal within {hung_after_s * 1e3:.0f} ms")
         longest_s = replica.longest_s(plan.num_steps, sequence.num_prefill_tokens(committed))
         self._longest_wait_s = max(self._timeout_s, longest_s)
         patience_s = plan.patience_s
@@ -255,12 +239,9 @@ class RemoteDrafter:
             patience_s = math.inf
         patience_s = min(patience_s, self._longest_wait_s)
         try:
+            preparation = _preparation(replica, plan)
             found, cost = await sequence.request(
-                committed,
-                plan,
-                _preparation(replica, plan),
-                timeout_s=patience_s,
-                traceparent=traceparent,
+                committed, plan, preparation, timeout_s=patience_s, traceparent=traceparent
             )
         except TimeoutError:
             sequence.abandon()
@@ -275,19 +256,6 @@ class RemoteDrafter:
             num_steps = len(found.token_ids) if is_chain else plan.num_steps
             replica.learn(num_steps, cost.num_prefill_tokens, cost.wall_ns, sequence.message_number)
         return plan.limit(found), cost
-
-    def _open_at(self, replica: Replica, committed: Sequence[int]) -> _Opened:
-        sequence = DraftSequence(
-            replica.link(),
-            self._opening,
-            self._deadline_s,
-            waits=self._pool.waits,
-            check=self._check,
-            on_answer=replica.mark_proven,
-            on_prepared=self._on_prepared,
-        )
-        self._pool.opened(replica, committed, self._opening.cache_salt)
-        return _Opened(sequence, replica, replica.num_lost)
 
     # --- the end of a sequence --------------------------------------------------------------------------
 
@@ -313,15 +281,26 @@ class RemoteDrafter:
 
     def rewind(self, length: int) -> None:
         """See `beams.followers.Rewindable`."""
-        if self._current is not None:
-            self._current.sequence.rewind(length)
+        if self._sequence is not None:
+            self._sequence.rewind(length)
 
     def close(self) -> None:
         """Close the sequence; a later round opens another one."""
-        if self._current is not None:
-            self._current.sequence.close()
-            self._pool.closed(self._current.replica)
-        self._current = None
+        if self._sequence is not None:
+            self._sequence.close()
+            self._pool.closed(self._sequence.replica)
+        self._sequence = None
+
+
+def _continue_from(
+    sequence: DraftSequence, committed: Sequence[int], proposal: Proposal, plan: Plan, found: Prepared | None
+) -> Cost:
+    """The draft works on from a proposal that it had prepared, if the plan says so; what that cost."""
+    preparation = _preparation(sequence.replica, plan)
+    if preparation is not None:
+        sequence.continue_from(committed, proposal, preparation)
+    origin = found.origin if found is not None else ASKED
+    return Cost(outcome=CallOutcome.READY, ahead_ns=origin.forward_ns, prepared_by=origin.traceparent)
 
 
 def _preparation(replica: Replica, plan: Plan) -> Preparation | None:

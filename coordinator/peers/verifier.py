@@ -10,7 +10,6 @@ from dataclasses import replace
 from coordinator.cost import CallOutcome, Cost, split
 from coordinator.peers.attempts import RETRY_AFTER_MS, Attempts
 from coordinator.peers.checks import check_proposal, check_verdict
-from coordinator.peers.link import SharedLink
 from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.streams import describe, span_around
@@ -36,7 +35,6 @@ from specwire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-
 _MAY_BE_RETRIED = (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError)
 
 _MAX_AHEAD = 128
@@ -44,7 +42,6 @@ _MAX_AHEAD = 128
 most answers to them that may come before they are asked for."""
 _Received = tuple[VerifyAnswer, int]
 """An answer, and its share of its message in bytes."""
-
 
 PLAIN_AHEAD = 16
 """Rounds without draft tokens that the service may begin before they are asked for: as many as it holds
@@ -55,13 +52,15 @@ class _VerifySequence:
     """A `link.Receiver`, one sequence at a replica: sends one request at a time, and waits for its answer.
 
     Attributes:
+        replica: where it is.
         num_sent_tokens: committed tokens that the peer was sent.
         request_bytes: see `link.Receiver`.
     """
 
-    def __init__(self, link: SharedLink, opening: common_pb2.OpenSequence, timeout_s: float | None) -> None:
+    def __init__(self, replica: Replica, opening: common_pb2.OpenSequence, timeout_s: float | None) -> None:
+        self.replica = replica
         self.num_sent_tokens = self.request_bytes = 0
-        self._link = link
+        self._link = replica.link()
         self._num_requests = self._last_ahead_id = 0
         self._error: SpecwireError | None = None
         self._asked: VerifyOrder | None = None
@@ -69,28 +68,39 @@ class _VerifySequence:
         self._early: dict[int, _Received] = {}  # to rounds that were not asked for yet
         self._ahead = PreparedProposals(_MAX_AHEAD)
         self._last_own_id = 0  # of the proposals that the peer makes itself, and goes on with
-        self._sequence_id = link.open(opening, self, timeout_s)
+        self._sequence_id = self._link.open(opening, self, timeout_s)
 
-    def order(
+    def rewind(self, length: int) -> None:
+        """The peer is to keep no more than so many of the committed tokens."""
+        self.num_sent_tokens = min(self.num_sent_tokens, length)
+
+    async def ask(
         self,
         committed: Sequence[int],
         proposal: Proposal,
         traceparent: str,
         wanted: Wanted,
         ahead_id: int = 0,
-    ) -> VerifyOrder:
-        """A request.
+    ) -> tuple[VerifyAnswer, Cost]:
+        """Send a request and wait for its answer.
 
         Args:
             ahead_id: of the round that the peer began by itself, to which the answer may be there: it has the
                 tokens and the proposal. 0 for another one: answers to rounds that it began are dropped.
+
+        Raises:
+            SpecwireError: as the peer raised it, or for a failure of the transport.
         """
+        if self._error is not None:
+            raise self._error
         base_len = len(committed) if ahead_id else self.num_sent_tokens
         if not ahead_id:
             self._early.clear()
-        return VerifyOrder(
+        self._num_requests += 1
+        self.num_sent_tokens = len(committed)
+        order = VerifyOrder(
             self._sequence_id,
-            self._num_requests + 1,
+            self._num_requests,
             base_len,
             committed[base_len:],
             Proposal(base_len) if ahead_id else proposal,
@@ -99,23 +109,9 @@ class _VerifySequence:
             wanted,
             needs_probs=bool(self._last_ahead_id or wanted.num_draft_tokens),
         )
-
-    def rewind(self, length: int) -> None:
-        """The peer is to keep no more than so many of the committed tokens."""
-        self.num_sent_tokens = min(self.num_sent_tokens, length)
-
-    async def ask(self, order: VerifyOrder, committed: Sequence[int]) -> tuple[VerifyAnswer, Cost]:
-        """Send a request and wait for its answer.
-
-        Raises:
-            SpecwireError: as the peer raised it, or for a failure of the transport.
-        """
-        if self._error is not None:
-            raise self._error
-        self._num_requests, self.num_sent_tokens = order.request_id, len(committed)
         started_ns = clock.stopwatch_ns()
         self._link.put(order)
-        found = self._early.pop(order.ahead_id, None)
+        found = self._early.pop(ahead_id, None)
         if found is None:
             self._asked, self._answer = order, asyncio.get_running_loop().create_future()
             found = await self._answer
@@ -232,7 +228,6 @@ class RemoteVerifier:
         self._drafted: Proposal | None = None
         self._continuation: Continuation | None = None
         self._begun: Proposal | None = None
-        self._replica: Replica | None = None
         self._sequence: _VerifySequence | None = None
         self._has_begun = False
 
@@ -250,17 +245,17 @@ class RemoteVerifier:
             self._wanted = replace(self._wanted, num_plain=num_plain)
         attempts: Attempts | None = None  # a round without failures needs none
         while True:
-            replica = self._replica
-            if replica is None:
+            sequence = self._sequence
+            if sequence is None:
                 attempts = attempts or Attempts(self._timeout_s, self._remaining_s)
-                replica = await self._find(committed, attempts)
+                sequence = await self._open(committed, attempts)
                 if attempts.has_waited:
                     lost_ns = clock.stopwatch_ns() - started_ns
             try:
-                verdict, cost = await self._attempt(replica, committed, proposal, parent)
+                verdict, cost = await self._attempt(sequence, committed, proposal, parent)
             except _MAY_BE_RETRIED as error:
                 attempts = attempts or Attempts(self._timeout_s, self._remaining_s)
-                self._lose(replica, error, attempts, parent)
+                self._lose(sequence.replica, error, attempts, parent)
             else:
                 if lost_ns:
                     cost = replace(cost, wall_ns=cost.wall_ns + lost_ns, lost_ns=lost_ns)
@@ -282,26 +277,28 @@ class RemoteVerifier:
         attempts.add(replica, error)
 
     async def _attempt(
-        self, replica: Replica, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
+        self, sequence: _VerifySequence, committed: Sequence[int], proposal: Proposal, parent: tracing.Span
     ) -> tuple[Verdict, Cost]:
         if self._tracer.enabled:
-            with span_around(self._tracer, "verify", replica.address, parent) as span:
-                verdict, cost = await self._ask(replica, committed, proposal, span.traceparent)
+            with span_around(self._tracer, "verify", sequence.replica.address, parent) as span:
+                verdict, cost = await self._ask(sequence, committed, proposal, span.traceparent)
                 describe(span, proposal, cost)
         else:
-            verdict, cost = await self._ask(replica, committed, proposal, parent.traceparent)
+            verdict, cost = await self._ask(sequence, committed, proposal, parent.traceparent)
         self._has_begun = True
-        replica.mark_proven()
+        sequence.replica.mark_proven()
         return verdict, cost
 
-    async def _find(self, committed: Sequence[int], attempts: Attempts) -> Replica:
-        """A replica for a new stream. If all are full, only a generation that has begun waits for one."""
+    async def _open(self, committed: Sequence[int], attempts: Attempts) -> _VerifySequence:
+        """A new sequence. If all replicas are full, only a generation that has begun waits for one."""
+        salt = self._params.cache_salt
         while True:
-            salt = self._params.cache_salt
             replica = self._pool.choose(committed, attempts.failed | attempts.full, salt)
             replica = replica or self._pool.choose(committed, attempts.full, salt)
             if replica is not None:
-                return replica
+                self._sequence = _VerifySequence(replica, self._opening, self._remaining_s())
+                self._pool.opened(replica, committed, salt)
+                return self._sequence
             wait_s = attempts.wait_s()
             is_new = not self._has_begun and not attempts.has_failed
             if wait_s <= 0 or (attempts.full and is_new):
@@ -313,17 +310,12 @@ class RemoteVerifier:
                 await self._pool.wait(wait_s)
 
     async def _ask(
-        self, replica: Replica, committed: Sequence[int], proposal: Proposal, traceparent: str
+        self, sequence: _VerifySequence, committed: Sequence[int], proposal: Proposal, traceparent: str
     ) -> tuple[Verdict, Cost]:
-        if self._sequence is None:
-            self._sequence = _VerifySequence(replica.link(), self._opening, self._remaining_s())
-            self._replica = replica
-            self._pool.opened(replica, committed, self._params.cache_salt)
         begun, continuation, wanted = self._begun, self._continuation, self._wanted
         self._begun = self._continuation = self._drafted = None
         ahead_id = continuation.ahead_id if begun is proposal and continuation is not None else 0
-        order = self._sequence.order(committed, proposal, traceparent, wanted, ahead_id)
-        answer, cost = await self._sequence.ask(order, committed)
+        answer, cost = await sequence.ask(committed, proposal, traceparent, wanted, ahead_id)
         try:
             check_verdict(answer.verdict, proposal)
             self._drafted = self._own(answer.proposal)
@@ -368,10 +360,10 @@ class RemoteVerifier:
 
     def close(self) -> None:
         """Close the sequence; a later round opens another one."""
-        if self._sequence is not None and self._replica is not None:
+        if self._sequence is not None:
             self._sequence.close()
-            self._pool.closed(self._replica)
-        self._sequence = self._replica = self._continuation = self._begun = self._drafted = None
+            self._pool.closed(self._sequence.replica)
+        self._sequence = self._continuation = self._begun = self._drafted = None
 
     # --- proposals that the target makes by itself ----------------------------------------------------
 

@@ -186,8 +186,8 @@ def test_what_was_prepared_needs_no_request(address: str, texts: list[tuple[list
     engine = Engine(texts)
 
     def is_prepared() -> bool:
-        opened = [each.drafter._current for each in drafts._rows if each is not None]
-        return all(each is not None and each.sequence.prepared for each in opened)
+        opened = [each.drafter._sequence for each in drafts._rows if each is not None]
+        return all(each is not None and each.prepared for each in opened)
 
     while engine.running:
         engine.step(drafts)

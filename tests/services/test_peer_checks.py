@@ -277,7 +277,7 @@ async def test_a_service_that_answers_what_it_was_not_asked() -> None:
         sequence.prepare([1], Proposal(3, [4]))
         sequence.received(VerifyAnswer(1, 0, Verdict(3, [4]), Timings(), 0, ahead_id), 1)
     with pytest.raises(ServiceUnavailableError, match="answers what it was not asked"):
-        await sequence.ask(sequence.order([1, 2, 3], Proposal(3), "", Wanted()), [1, 2, 3])
+        await sequence.ask([1, 2, 3], Proposal(3), "", Wanted())
 
 
 def beyond(message: Any) -> None:

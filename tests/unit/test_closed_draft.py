@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +46,9 @@ CHAIN_OF_4 = Plan(4, patience_s=math.inf)
 
 def sequence_of(call: Any, on_answer: Callable[[], None] = lambda: None) -> tuple[SharedLink, DraftSequence]:
     link = SharedLink(call, draft_codec(VOCAB_SIZE))
+    replica: Any = SimpleNamespace(num_lost=0, link=lambda: link, mark_proven=on_answer)
     opening = wire.open_sequence(SamplingParams(temperature=0, seed=1), 3)
-    return link, DraftSequence(link, opening, None, waits=Waits(), on_answer=on_answer)
+    return link, DraftSequence(replica, opening, None, waits=Waits())
 
 
 async def test_closed_before_it_was_reached() -> None:
