@@ -157,13 +157,7 @@ class BatchDrafter:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _connected(self) -> DraftPool:
-        config = self._config
-        pool = DraftPool(
-            config.draft_address,
-            config.peer_credentials,
-            self._target,
-            use_heterogeneous_vocab=config.model_draft.use_heterogeneous_vocab,
-        )
+        pool = DraftPool(self._config, self._target)
         try:
             await pool.connect()
             if pool.unavailable:

@@ -11,7 +11,7 @@ others, and the logits of a whole prompt are never in memory.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coordinator.generation import Turns, Verifier
 from coordinator.ledger import Ledger
@@ -40,54 +40,50 @@ def scoring(request: GenerationRequest) -> GenerationRequest:
     return replace(request, keyed_params=judged, num_draft_tokens=0)
 
 
-@dataclass(kw_only=True)
-class PromptScores:
-    """The prompt of one request, in messages of as many tokens as the target judges at a time.
+async def scored_prompt(
+    request: GenerationRequest,
+    verifier: Verifier,
+    tokenizer: Tokenizer | None,
+    ledger: Ledger,
+    parent: tracing.Span,
+    turns: Turns,
+) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+    """All tokens of a prompt, in order, in messages of as many as the target judges at a time.
 
-    Attributes:
+    Args:
         verifier: of a sequence that was opened for `scoring(request)`.
     """
-
-    request: GenerationRequest
-    verifier: Verifier
-    tokenizer: Tokenizer | None
-    ledger: Ledger
-    parent: tracing.Span
-    turns: Turns
-
-    def __post_init__(self) -> None:
-        self._token_ids = self.request.prompt_token_ids
-        skips = self.request.params.skip_special_tokens
-        self._text = IncrementalDetokenizer(self.tokenizer, (), skip_special_tokens=skips)
-
-    async def messages(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """All tokens of the prompt, in order."""
-        token_ids = self._token_ids
-        yield self._message(0, [None])
-        for start in range(1, len(token_ids), MAX_NUM_DRAFT_TOKENS):
-            if not self.turns.may_start:
-                await self.turns.wait()
-            judged = token_ids[start : start + MAX_NUM_DRAFT_TOKENS]
-            yield self._message(start, await self._judge(start, judged))
-            self.ledger.switch(Stage.COORDINATOR)
-
-    async def _judge(self, start: int, token_ids: Sequence[int]) -> Sequence[Logprobs]:
-        self.ledger.switch(Stage.VERIFY)
-        committed = self._token_ids[:start]
-        try:
-            verdict, cost = await self.verifier.verify(committed, Proposal(start, token_ids), self.parent)
-        except ServiceUnavailableError:
-            self.ledger.fail()
-            raise
-        self.ledger.settle(cost, Stage.EMIT)
-        if NO_TOKEN in verdict.target_token_ids[: len(token_ids)]:
-            raise InternalError("the target's logits are not finite")
-        return verdict.logprobs[: len(token_ids)]
-
-    def _message(self, start: int, logprobs: Sequence[Logprobs | None]) -> generation_pb2.GenerateResponse:
+    token_ids = request.prompt_token_ids
+    skips = request.params.skip_special_tokens
+    detokenizer = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=skips)
+    logprobs: Sequence[Logprobs | None] = [None]  # nothing precedes the first token
+    start = 0
+    while start < len(token_ids):
+        if start:
+            if not turns.may_start:
+                await turns.wait()
+            logprobs = await _judged(token_ids, start, verifier, ledger, parent)
         end = start + len(logprobs)
-        token_ids = self._token_ids[start:end]
-        texts = [self._text.add(token_id) for token_id in token_ids]
-        if end == len(self._token_ids):
-            texts[-1] += self._text.flush()
-        return client_wire.prompt_chunk(start, zip(token_ids, texts, logprobs, strict=True))
+        texts = [detokenizer.add(token_id) for token_id in token_ids[start:end]]
+        if end == len(token_ids):
+            texts[-1] += detokenizer.flush()
+        yield client_wire.prompt_chunk(start, zip(token_ids[start:end], texts, logprobs, strict=True))
+        ledger.switch(Stage.COORDINATOR)
+        start = end
+
+
+async def _judged(
+    prompt: Sequence[int], start: int, verifier: Verifier, ledger: Ledger, parent: tracing.Span
+) -> Sequence[Logprobs]:
+    """Of the tokens from `start` on, as many as a pass takes."""
+    token_ids = prompt[start : start + MAX_NUM_DRAFT_TOKENS]
+    ledger.switch(Stage.VERIFY)
+    try:
+        verdict, cost = await verifier.verify(prompt[:start], Proposal(start, token_ids), parent)
+    except ServiceUnavailableError:
+        ledger.fail()
+        raise
+    ledger.settle(cost, Stage.EMIT)
+    if NO_TOKEN in verdict.target_token_ids[: len(token_ids)]:
+        raise InternalError("the target's logits are not finite")
+    return verdict.logprobs[: len(token_ids)]

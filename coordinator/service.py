@@ -44,17 +44,11 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-coordinator")
         stack.callback(tracer.shutdown)
-        credentials = config.peer_credentials
-        verify = VerifyPool(config.verify_address, credentials)
+        verify = VerifyPool(config.verify_address, config.peer_credentials)
         stack.push_async_callback(verify.close)
         async with _waiting_for(config, verify):
             await verify.connect(config.connect_timeout_s)
-        draft = DraftPool(
-            config.draft_address,
-            credentials,
-            verify.info,
-            use_heterogeneous_vocab=config.model_draft.use_heterogeneous_vocab,
-        )
+        draft = DraftPool(config, verify.info)
         stack.push_async_callback(draft.close)
         await draft.connect()
         _log_found(config, verify, draft)

@@ -36,7 +36,7 @@ from coordinator.peers.verifier import RemoteVerifier
 from coordinator.plain import DefaultRequests
 from coordinator.reader import CreditReader, Writes
 from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
-from coordinator.scoring import PromptScores, scoring
+from coordinator.scoring import scored_prompt, scoring
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire import clock
@@ -229,16 +229,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if request.params.prompt_logprobs is None or request.generated_token_ids:
             return
         with contextlib.closing(self._remote_verifier(scoring(request), served)) as verifier:
-            scores = PromptScores(
-                request=request,
-                verifier=verifier,
-                tokenizer=self._tokenizer,
-                ledger=call.ledger,
-                parent=call.span,
-                turns=served.with_peers(verifier),
-            )
-            async with contextlib.aclosing(scores.messages()) as messages:
-                async for message in messages:
+            turns = served.with_peers(verifier)
+            scores = scored_prompt(request, verifier, self._tokenizer, call.ledger, call.span, turns)
+            async with contextlib.aclosing(scores):
+                async for message in scores:
                     served.send(message)
 
     async def _search(self, served: _Served) -> None:
@@ -248,7 +242,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         verifiers = [self._verifier(served) for _ in range(request.beam_rules.num_beams)]
         targets = Followers(verifiers, request.prompt_token_ids)
         drafts = self._beam_drafts(served, request.beam_rules.num_beams)
-        num_draft_tokens = request.num_draft_tokens if drafts.has_any else 0
+        num_draft_tokens = request.num_draft_tokens if drafts.sequences else 0
         with contextlib.closing(targets), contextlib.closing(drafts):
             search = BeamGeneration(
                 request=request,
@@ -425,11 +419,9 @@ class _Served:
     slot: AdmissionSlot
     remaining_s: Callable[[], float | None]
     call: CallRecord
-    peers: tuple[Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier], ...] = ()
+    peers: tuple[Drafter | RemoteVerifier | Followers[Any], ...] = ()
 
-    def with_peers(
-        self, *peers: Drafter | BeamDrafts | RemoteVerifier | Followers[RemoteVerifier]
-    ) -> _Served:
+    def with_peers(self, *peers: Drafter | RemoteVerifier | Followers[Any]) -> _Served:
         """This one, with these peers."""
         self.peers = peers
         return self

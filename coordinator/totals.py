@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import grpc.aio
@@ -58,8 +58,6 @@ class CallRecord:
         span: from the arrival to the end.
         request_id: the client's own; empty without one.
         generation: None until it begins.
-        status: how it ended; OK until then.
-        refused: what the client has to change, for the log; empty if nothing.
     """
 
     totals: Totals
@@ -67,8 +65,6 @@ class CallRecord:
     span: Span = NO_SPAN
     request_id: str = ""
     generation: Session | BeamAnswer | None = None
-    status: str = OK
-    refused: dict[str, str] = field(default_factory=dict)
     _last_chunk_s: float | None = None
 
     def begin(self, generation: Session | BeamAnswer) -> None:
@@ -133,20 +129,21 @@ class Totals:
             remaining_s: until the client's deadline; None without one.
         """
         self._ledgers.add(call.ledger)
+        status, refused = OK, dict[str, str]()
         try:
             yield
         except BaseException as error:
-            call.status = _status_of_call(call, error, remaining_s())
+            status = _status_of_call(call, error, remaining_s())
             if isinstance(error, errors.InvalidRequestError):
-                call.refused = logs.refused(error)
-            if call.status != OK:
-                call.span.fail(call.status, str(error))
+                refused = logs.refused(error)
+            if status != OK:
+                call.span.fail(status, str(error))
             raise
         finally:
             call.ledger.close()
             done, timing = call.generation.completion() if call.generation else None, call.ledger.timing()
-            self._end(call, done, timing)
-            _report(call, done, timing)
+            self._end(call, status, done, timing)
+            _report(call, status, done, timing, refused)
 
     @property
     def stage_ns(self) -> dict[Stage, int]:
@@ -156,9 +153,8 @@ class Totals:
             total_ns.update(ledger.spent_ns)
         return total_ns
 
-    def _end(self, call: CallRecord, done: Completion | None, timing: Timing) -> None:
+    def _end(self, call: CallRecord, status: str, done: Completion | None, timing: Timing) -> None:
         """Count a request that has ended; `done` is None if its generation never began."""
-        status = call.status
         self._ledgers.discard(call.ledger)
         self._ended_ns.update(call.ledger.spent_ns)
         self.requests[status, done.finish_reason.value if done and status == OK else ""] += 1
@@ -196,18 +192,20 @@ def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float |
     return DEADLINE_EXCEEDED if has_passed else CANCELLED
 
 
-def _report(call: CallRecord, done: Completion | None, timing: Timing) -> None:
-    """On its span, and in the log."""
+def _report(
+    call: CallRecord, status: str, done: Completion | None, timing: Timing, refused: dict[str, str]
+) -> None:
+    """On its span, and in the log, with what the client has to change."""
     # Every stage that took any time; they add up to the span's duration.
     stages = {stage_attribute(stage): spent_ms for stage, spent_ms in timing.stages.items() if spent_ms}
     call.span.set({**stages, names.AHEAD_MS: timing.ahead_ms})
     if done is not None:
-        call.span.set(spans.of_generation(done, has_ended=call.status == OK))
+        call.span.set(spans.of_generation(done, has_ended=status == OK))
     call.span.end(clock.epoch_ns(call.ledger.closed_ns))
     if log.isEnabledFor(logging.INFO):
         ids = {"trace_id": call.span.trace_id, "request_id": call.request_id}
         known = {name: value for name, value in ids.items() if value}
-        log.info("request", extra=_facts(call.status, done, timing) | call.refused | known)
+        log.info("request", extra=_facts(status, done, timing) | refused | known)
 
 
 def _facts(status: str, done: Completion | None, timing: Timing) -> dict[str, object]:

@@ -22,7 +22,6 @@ from coordinator.peers.replicas import Replica
 from coordinator.servicer import GenerationServicer
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
-from specwire.config.security.tls import PLAINTEXT
 from specwire.config.services import CoordinatorConfig, DraftConfig
 from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
 from specwire.engine.boot import ModelService
@@ -157,7 +156,7 @@ class Coordinator:
         verify_pool = VerifyPool("")
         verify_pool.add(_Replica("verify", target, self._open_verify))
         verify_pool.check_info(target)
-        draft_pool = DraftPool("", PLAINTEXT, target)
+        draft_pool = DraftPool(config, target)
         draft_pool.add(_Replica("draft", draft.info, self._open_draft))
         self._generate = GenerationServicer(config, verify_pool, draft_pool, None, _NO_TRACING).Generate
 

@@ -7,46 +7,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from coordinator.beams.trees import common_ancestor
 from coordinator.cost import Cost
-from coordinator.generation import Drafter, Plan
+from coordinator.generation import Plan
+from coordinator.peers.drafter import RemoteDrafter
+from coordinator.peers.verifier import RemoteVerifier
 from specwire.core import Proposal
 from specwire.rule.beam_search import Beam
 from specwire.telemetry import tracing
 
-
-class Rewindable(Protocol):
-    """A sequence of a service, which commits tokens with each request."""
-
-    def rewind(self, length: int) -> None:
-        """What was committed from there on is not any more."""
-
-    def close(self) -> None:
-        """Release what it holds."""
+Follower = TypeVar("Follower", RemoteDrafter, RemoteVerifier)
 
 
-Kind_co = TypeVar("Kind_co", bound=Rewindable, covariant=True)
-
-
-class Followers(Generic[Kind_co]):
+class Followers(Generic[Follower]):
     """All sequences of a search at one service.
 
     Attributes:
         sequences: all of them.
     """
 
-    def __init__(self, sequences: Sequence[Kind_co], prompt: Sequence[int]) -> None:
+    def __init__(self, sequences: Sequence[Follower], prompt: Sequence[int]) -> None:
         """Args:
-        sequences: as many as texts are asked about at once, none of them open yet.
+        sequences: as many as texts are asked about at once, none of them open yet; none without a draft.
         prompt: what all texts follow.
         """
-        self.sequences = sequences
+        self.sequences: Sequence[Follower] = sequences
         self._beams: list[Beam | None] = [None] * len(sequences)  # that each was asked about last
         self._prompt = list(prompt)
 
-    def moved_to(self, beam: Beam, taken: set[int], num_again: int = 0) -> tuple[Kind_co, list[int]]:
+    def moved_to(self, beam: Beam, taken: set[int], num_again: int = 0) -> tuple[Follower, list[int]]:
         """The sequence that knows most of a text, rewound to what it knows.
 
         Args:
@@ -89,45 +80,27 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
             task.cancel()
 
 
-class Slot(Rewindable, Drafter, Protocol):
-    """A sequence of the draft, such as `peers.drafter.RemoteDrafter`."""
-
-
-class BeamDrafts:
+class BeamDrafts(Followers[RemoteDrafter]):
     """The draft of one search: each live beam is followed by a sequence."""
-
-    def __init__(self, sequences: Sequence[Slot], prompt: Sequence[int]) -> None:
-        """As `Followers`; no sequences for plain rounds."""
-        self._followers = Followers(sequences, prompt)
-        self._prompt_len = len(prompt)
-
-    @property
-    def has_any(self) -> bool:
-        """Whether there is a draft at all."""
-        return bool(self._followers.sequences)
 
     @property
     def unavailable(self) -> str:
         """Why the draft was not there for a part of the search; empty if it always was."""
-        return next(filter(None, (each.unavailable for each in self._followers.sequences)), "")
+        return next(filter(None, (each.unavailable for each in self.sequences)), "")
 
     async def propose(
         self, beams: Sequence[Beam], plan: Plan, parent: tracing.Span
     ) -> tuple[list[Proposal], Cost]:
         """A proposal after each live beam, and the cost of the one that took longest."""
-        if not self.has_any or plan.num_draft_tokens <= 0:
-            return [Proposal(self._prompt_len + beam.length) for beam in beams], Cost()
+        if not self.sequences or plan.num_draft_tokens <= 0:
+            return [Proposal(len(self._prompt) + beam.length) for beam in beams], Cost()
         taken: set[int] = set()
         calls = []
         for beam in beams:
             # A token is sent again: the draft would learn from tokens that continue its proposal, as if the
             # target had chosen them.
-            sequence, committed = self._followers.moved_to(beam, taken, num_again=1)
+            sequence, committed = self.moved_to(beam, taken, num_again=1)
             calls.append(sequence.propose(committed, plan, parent))
         answers = await together(calls)
         slowest = max((cost for _, cost in answers), key=lambda cost: cost.wall_ns)
         return [proposal for proposal, _ in answers], slowest
-
-    def close(self) -> None:
-        """Close all sequences."""
-        self._followers.close()

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from coordinator.beams.followers import BeamDrafts, Followers, Rewindable, together
+from coordinator.beams.followers import BeamDrafts, Followers, together
 from coordinator.beams.planning import BeamPlanner, Size
 from coordinator.beams.trees import BeamTree, packed, proposal_of
 from coordinator.cost import Cost
-from coordinator.generation import Plan, Round, Turns, Verifier
+from coordinator.generation import Plan, Round, Turns
 from coordinator.ledger import Ledger
+from coordinator.peers.verifier import RemoteVerifier
 from coordinator.requests import GenerationRequest
 from specwire import clock
 from specwire.completion import Stage
@@ -32,10 +32,6 @@ _MAX_LIVE_NODES = 24
 own, which are in the target's cache. There is room for draft tokens, too."""
 
 
-class BeamTarget(Rewindable, Verifier, Protocol):
-    """The target's side, such as `peers.verifier.RemoteVerifier`."""
-
-
 @dataclass(kw_only=True)
 class BeamGeneration:
     """One search.
@@ -46,7 +42,7 @@ class BeamGeneration:
 
     request: GenerationRequest
     drafts: BeamDrafts
-    targets: Followers[BeamTarget]
+    targets: Followers[RemoteVerifier]
     planner: BeamPlanner
     ledger: Ledger
     tracer: tracing.Tracing
@@ -147,7 +143,6 @@ class BeamGeneration:
 
     def _step(self, rows: Mapping[Beam, Logprobs], trees: Sequence[BeamTree]) -> int:
         """Step as far as the rows go; returns the number of steps, none if a live beam has no row."""
-
         drafted = {place: node for tree in trees for place, node in tree.drafted.items()}
 
         def extend(beam: Beam, token_id: int) -> Beam:

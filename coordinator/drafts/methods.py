@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.drafts.counts import CountedOutput, Table
-from coordinator.drafts.own import DraftingTarget, Forced
+from coordinator.drafts.own import Forced
 from coordinator.drafts.text import Method, TextDrafter
 from coordinator.generation import Drafter
+from coordinator.peers.verifier import RemoteVerifier
 from coordinator.requests import GenerationRequest
 from specwire.config.speculative import COUNTS, GRAMMAR, NGRAM, SUFFIX, SpeculativeConfig
 from specwire.errors import ConfigError
@@ -116,7 +117,7 @@ class TextDrafts:
         )
 
     @staticmethod
-    def forced(request: GenerationRequest, others: Drafter, target: DraftingTarget) -> TextDrafter:
+    def forced(request: GenerationRequest, others: Drafter, target: RemoteVerifier) -> TextDrafter:
         """For a request with a grammar, beside what else drafts for it."""
         return TextDrafter(
             method=Forced(target),

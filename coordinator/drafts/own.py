@@ -1,13 +1,13 @@
 """Proposals that the target makes by itself, and what a grammar leaves no choice about, which it says: both
-arrive with the verdict before. Pure."""
+arrive with the verdict before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
+from coordinator.peers.verifier import RemoteVerifier
 from specwire.core import Proposal
 from specwire.proposals.history import Guess
 from specwire.telemetry import tracing
@@ -15,16 +15,6 @@ from specwire.telemetry import tracing
 PRIOR = 0.5
 """Share of the tokens that a grammar leaves no choice about which the target spells alike, before it is
 measured. Of the embedded target, which has seen little JSON."""
-
-
-class DraftingTarget(Protocol):
-    """A target that proposes by itself."""
-
-    def want(self, num_draft_tokens: int, max_depth: int) -> None:
-        """What it is to propose after verdicts from now on; nothing for 0 draft tokens."""
-
-    def drafted(self, committed: Sequence[int]) -> Proposal | None:
-        """What it proposed after the last verdict; None if nothing that follows the committed tokens."""
 
 
 class OwnDrafter:
@@ -35,7 +25,7 @@ class OwnDrafter:
 
     unavailable = ""
 
-    def __init__(self, target: DraftingTarget) -> None:
+    def __init__(self, target: RemoteVerifier) -> None:
         self._target = target
 
     def follow(self, committed: Sequence[int], begun: Proposal, plan: Plan) -> Cost:
@@ -61,7 +51,7 @@ class OwnDrafter:
 class Forced:
     """A `text.Method`: what must follow, as tokens, of which the target may choose others."""
 
-    def __init__(self, target: DraftingTarget) -> None:
+    def __init__(self, target: RemoteVerifier) -> None:
         self._target = target
 
     def guess(self, committed: Sequence[int], num_tokens: int) -> Guess | None:

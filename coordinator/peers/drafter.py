@@ -280,7 +280,7 @@ class RemoteDrafter:
                 self._not_before_s[replica] = math.inf
 
     def rewind(self, length: int) -> None:
-        """See `beams.followers.Rewindable`."""
+        """The service is to keep no more than so many of the committed tokens."""
         if self._sequence is not None:
             self._sequence.rewind(length)
 

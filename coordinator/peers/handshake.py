@@ -17,6 +17,7 @@ from coordinator.peers.pool import Pool
 from coordinator.peers.replicas import LOADING, Replica
 from coordinator.peers.streams import GrpcCall, peer_error
 from specwire.config.security.tls import PLAINTEXT, Credentials
+from specwire.config.services import CoordinatorConfig
 from specwire.core import PROTOCOL_VERSION, ModelInfo
 from specwire.errors import (
     DeadlineExceededError,
@@ -377,27 +378,15 @@ class VerifyPool(Pool):
 class DraftPool(Pool):
     """The replicas of the draft service; generations run without them, and use those that appear."""
 
-    def __init__(
-        self,
-        addresses: str,
-        credentials: Credentials,
-        target: ModelInfo,
-        *,
-        use_heterogeneous_vocab: bool = False,
-    ) -> None:
-        """As `Pool`.
-
-        Args:
-            target: what the drafts must be compatible with.
-            use_heterogeneous_vocab: use those with another tokenizer that propose the target's tokens.
-        """
+    def __init__(self, config: CoordinatorConfig, target: ModelInfo) -> None:
+        """As `Pool`; `target` is what the drafts must be compatible with."""
 
         def make(address: str) -> Replica:
-            return RemoteReplica(DRAFT, address, credentials, self)
+            return RemoteReplica(DRAFT, address, config.peer_credentials, self)
 
-        super().__init__("draft", addresses, make, is_needed=False)
+        super().__init__("draft", config.draft_address, make, is_needed=False)
         self.target = target
-        self._use_heterogeneous_vocab = use_heterogeneous_vocab
+        self._use_heterogeneous_vocab = config.model_draft.use_heterogeneous_vocab
 
     @property
     def info(self) -> ModelInfo | None:

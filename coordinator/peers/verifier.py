@@ -354,7 +354,7 @@ class RemoteVerifier:
         return None
 
     def rewind(self, length: int) -> None:
-        """See `beams.followers.Rewindable`."""
+        """The service is to keep no more than so many of the committed tokens."""
         if self._sequence is not None:
             self._sequence.rewind(length)
 
@@ -368,7 +368,7 @@ class RemoteVerifier:
     # --- proposals that the target makes by itself ----------------------------------------------------
 
     def want(self, num_draft_tokens: int, max_depth: int) -> None:
-        """See `drafts.own.DraftingTarget`; holds from the next request on."""
+        """What it is to propose after verdicts, from the next request on; nothing for 0 draft tokens."""
         self._wanted = Wanted(num_draft_tokens, max_depth)  # `verify` says whether rounds may be plain
 
     def drafted(self, committed: Sequence[int]) -> Proposal | None:
