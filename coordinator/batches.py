@@ -81,31 +81,26 @@ class Counts:
 
 @dataclass(eq=False)
 class _Sequence:
-    """A row over several steps. The attributes up to `num_chains` are those of `drafter.Drafted`.
+    """A row over several steps.
 
     Attributes:
+        ending: what is released at its end.
         known: the bytes of `committed`, by which its next row is recognised.
         proposal, cost: the latest, which the engine judges now.
         seen_in: the number of its last step.
         begun_ns: when that step's proposals were asked for.
     """
 
-    target: ModelInfo
-    prompt_len: int
     planner: Planner
-    keyed_params: SamplingParams = _GREEDY
-    may_teach: bool = True
-    max_depth: int | None = 0
-    num_chains: int = 1
+    drafter: RemoteDrafter
+    span: tracing.Span
+    ending: contextlib.ExitStack
     committed: list[int] = field(default_factory=list)
     known: bytes = b""
     proposal: Proposal = field(default_factory=lambda: Proposal(0))
     cost: Cost = field(default_factory=Cost)
     seen_in: int = 0
     begun_ns: int = 0
-    drafter: RemoteDrafter = field(init=False)
-    span: tracing.Span = tracing.NO_SPAN
-    ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def judged(self, token_ids: Sequence[int], step_cost: Cost) -> Round:
         """The round that the engine has ended."""
@@ -307,17 +302,20 @@ class BatchDrafter:
         planner: Planner = AdaptiveLength(self._choice, most=most)
         if fixed is not None:
             planner = FixedLength(min(fixed, self._most), self._choice)
-        sequence = _Sequence(self._target, row.num_tokens, planner)
-        sequence.span = sequence.ending.enter_context(self._tracer.span("drafted"))
-        sequence.drafter = RemoteDrafter(
+        ending = contextlib.ExitStack()
+        span = ending.enter_context(self._tracer.span("drafted"))
+        drafter = RemoteDrafter(
             self._pool,
-            sequence,
+            _GREEDY,
+            row.num_tokens,
+            self._target.vocab_size,
             timeout_s=self._config.draft_timeout_ms / 1e3,
             deadline_s=None,
             tracer=self._tracer,
-            parent=sequence.span,
+            parent=span,
         )
-        sequence.ending.callback(sequence.drafter.close)
+        ending.callback(drafter.close)
+        sequence = _Sequence(planner, drafter, span, ending)
         self._sequences.append(sequence)
         return sequence
 

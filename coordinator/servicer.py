@@ -43,6 +43,7 @@ from specwire import clock
 from specwire.completion import Stage
 from specwire.config.security.bearer import Principal
 from specwire.config.services import CoordinatorConfig
+from specwire.core import SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rpc import listening
 from specwire.rpc.wire import client as client_wire
@@ -283,9 +284,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """A sequence of the draft service for each beam; none without a draft."""
         request = served.request
         num_slots = num_beams if request.draft.uses_model and self.config.draft_address else 0
-        of_drafts = replace(request, keyed_params=replace(request.keyed_params, logprobs=None))
-        slots = [self._remote_drafter(of_drafts, served) for _ in range(num_slots)]
-        return BeamDrafts(slots, request.prompt_token_ids)
+        params = replace(request.keyed_params, logprobs=None)
+        drafters = [self._remote_drafter(served, params) for _ in range(num_slots)]
+        return BeamDrafts(drafters, request.prompt_token_ids)
 
     def _verifier(self, served: _Served) -> RemoteVerifier:
         request = served.request
@@ -314,15 +315,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request = served.request
         if request.draft.uses_own:
             return OwnDrafter(verifier)
-        drafter: Drafter = self._remote_drafter(request, served, on_prepared=verifier.prepare)
+        drafter: Drafter = self._remote_drafter(served, request.keyed_params, on_prepared=verifier.prepare)
         if request.draft.method:
             drafter = self.texts.drafter(request, drafter)
         return self.texts.forced(request, drafter, verifier) if request.draft.follows_grammar else drafter
 
-    def _remote_drafter(self, request: GenerationRequest, served: _Served, **options: Any) -> RemoteDrafter:
+    def _remote_drafter(self, served: _Served, params: SamplingParams, **options: Any) -> RemoteDrafter:
+        request = served.request
         return RemoteDrafter(
             self.draft,
-            request,
+            params,
+            request.prompt_len,
+            request.target.vocab_size,
+            may_teach=request.may_teach,
+            may_be_tree=request.max_depth != 0 or request.num_chains > 1,
+            num_chains=request.num_chains,
             timeout_s=self.config.draft_timeout_ms / 1e3,
             deadline_s=served.remaining_s(),
             tracer=self._tracer,

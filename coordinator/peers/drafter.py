@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Round
@@ -36,28 +35,6 @@ _HUNG_AFTER_WAITS = 5.0
 """A draft that has not answered for so many of its longest waits counts as lost."""
 
 
-class Drafted(Protocol):
-    """What drafts are told of a sequence, as a `GenerationRequest` has it."""
-
-    @property
-    def keyed_params(self) -> SamplingParams: ...
-
-    @property
-    def prompt_len(self) -> int: ...
-
-    @property
-    def target(self) -> ModelInfo: ...
-
-    @property
-    def may_teach(self) -> bool: ...
-
-    @property
-    def max_depth(self) -> int | None: ...
-
-    @property
-    def num_chains(self) -> int: ...
-
-
 class RemoteDrafter:
     """A `generation.Drafter` that may fail: then proposals are empty, and `unavailable` says why.
 
@@ -82,8 +59,13 @@ class RemoteDrafter:
     def __init__(
         self,
         pool: Pool,
-        request: Drafted,
+        params: SamplingParams,
+        prompt_len: int,
+        vocab_size: int,
         *,
+        may_teach: bool = True,
+        may_be_tree: bool = False,
+        num_chains: int = 1,
         timeout_s: float,
         deadline_s: float | None,
         tracer: tracing.Tracing,
@@ -93,25 +75,28 @@ class RemoteDrafter:
         """Opens nothing yet.
 
         Args:
+            params: that random numbers are keyed by.
+            vocab_size: of the target, in tokens.
+            may_teach: whether the draft may change its weights by the output.
+            may_be_tree, num_chains: whether trees, and how many chains at most, are ever asked for.
             timeout_s: longest wait for a proposal, unless proposals are known to cost more.
             deadline_s: of the request, from now; None without one.
             parent: span of the generation.
             on_prepared: called for each proposal that was prepared, with the path that it follows.
         """
-        params, vocab_size = request.keyed_params, request.target.vocab_size
         self._pool = pool
         self._opening = wire.open_sequence(
             replace(params, adapter=""),
-            request.prompt_len,
+            prompt_len,
             vocab_size,
             tracer.propagators.headers(parent.context),
-            may_learn=request.may_teach,
+            may_learn=may_teach,
         )
         self._check = partial(
             check_proposal,
             matches_tokens=params.matches_tokens,
-            may_be_tree=request.max_depth != 0 or request.num_chains > 1,
-            num_chains=request.num_chains,
+            may_be_tree=may_be_tree,
+            num_chains=num_chains,
         )
         self._timeout_s = self._longest_wait_s = timeout_s
         self._waits_for_masks = params.grammar is not None and not params.matches_tokens
