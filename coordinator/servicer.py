@@ -40,7 +40,7 @@ from coordinator.scoring import scored_prompt, scoring
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire import clock
-from specwire.completion import Stage
+from specwire.completion import Completion, Stage
 from specwire.config.security.bearer import Principal
 from specwire.config.services import CoordinatorConfig
 from specwire.core import SamplingParams
@@ -135,21 +135,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call = await self._arrived(context)
         with self.totals.record(call, context.time_remaining):
             # A stream that ends without a request counts as one whose request has no prompt.
-            message = await anext(aiter(requests), generation_pb2.GenerateRequest())
-            checked = self._parser.check(message, listening.caller(context))
+            first = await anext(aiter(requests), generation_pb2.GenerateRequest())
+            checked = self._parser.check(first, listening.caller(context))
             call.span.set(spans.of_request(checked, self.verify.info.name))
             planner = self._planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             pace = credit, self.config.idle_timeout_s, self._writes
             async with (
-                CreditReader(context.write, *pace, has_each=message.report_progress) as reader,
+                CreditReader(context.write, *pace, has_each=first.report_progress) as reader,
                 self._admitted(checked.caller, call) as slot,
                 acknowledged(requests, reader),
             ):
                 request = await self._parser.encode(checked)
                 served = _Served(request, planner, reader, slot, context.time_remaining, call)
                 try:
-                    await (self._search if request.beam_rules is not None else self._generate)(served)
+                    completion = await (self._search if request.beam_rules is not None else self._generate)(
+                        served
+                    )
+                    message = client_wire.completion_to_proto(completion)
+                    served.send(generation_pb2.GenerateResponse(completion=message))
+                    call.ledger.switch(Stage.CLIENT_CREDIT)
                 finally:
                     self._num_finished += 1
                     self._default_requests.log_once()
@@ -181,7 +186,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             call.ledger.switch(Stage.COORDINATOR)
             yield slot
 
-    async def _generate(self, served: _Served) -> None:
+    async def _generate(self, served: _Served) -> Completion:
         request, reader, call = served.request, served.reader, served.call
         await self._score_prompt(served)
         verifier = self._verifier(served)
@@ -220,9 +225,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         reader.send(take)
                         if session.ended:
                             break
-            completion = session.completion()
-        served.send(generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion)))
-        call.ledger.switch(Stage.CLIENT_CREDIT)
+            return session.completion()
 
     async def _score_prompt(self, served: _Served) -> None:
         """Report the prompt's log probabilities, if they are asked for; a stream that is resumed has them."""
@@ -236,7 +239,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 async for message in scores:
                     served.send(message)
 
-    async def _search(self, served: _Served) -> None:
+    async def _search(self, served: _Served) -> Completion:
         """A beam search, which the client hears of at its end."""
         request, reader, call = served.request, served.reader, served.call
         assert request.beam_rules is not None
@@ -277,8 +280,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reader.credit.spend(num_emitted=num_sent, num_sent=num_sent)
         call.count(num_sent)
         served.send(first)
-        served.send(generation_pb2.GenerateResponse(completion=client_wire.completion_to_proto(completion)))
-        call.ledger.switch(Stage.CLIENT_CREDIT)
+        return completion
 
     def _beam_drafts(self, served: _Served, num_beams: int) -> BeamDrafts:
         """A sequence of the draft service for each beam; none without a draft."""

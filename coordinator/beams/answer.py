@@ -100,9 +100,7 @@ class BeamAnswer:
         """What each token adds to the text."""
         before = self.request.target.decoded(self.request.prompt_token_ids)
         skips = self.request.params.skip_special_tokens
-        assembler = TextAssembler[int](self.tokenizer, before, (), skip_special_tokens=skips)
-        released: list[tuple[int, str]] = []
-        for i, token_id in enumerate(token_ids):
-            released += assembler.add(token_id, i, silent=token_id in self.request.end_ids)
-        released += assembler.finish()
-        return [text for _, text in released]
+        assembler = TextAssembler[None](self.tokenizer, before, (), skip_special_tokens=skips)
+        ends = self.request.end_ids
+        released = [each for i in token_ids for each in assembler.add(i, None, silent=i in ends)]
+        return [text for _, text in released + assembler.finish()]

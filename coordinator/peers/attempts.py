@@ -20,6 +20,7 @@ class Attempts:
     Attributes:
         failed: replicas whose stream failed, to be used again only if there is no other.
         full: replicas that have no room at the moment.
+        num_failures: streams that have failed.
     """
 
     def __init__(self, timeout_s: float, remaining_s: Callable[[], float | None]) -> None:
@@ -32,14 +33,9 @@ class Attempts:
         self.full: set[Replica] = set()
         self._timeout_s = timeout_s
         self._remaining_s = remaining_s
-        self._num_failures = 0
+        self.num_failures = 0
         self._first_ns: int | None = None
         self._last_error: SpecwireError | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a stream has failed."""
-        return self._num_failures > 0
 
     @property
     def has_waited(self) -> bool:
@@ -68,9 +64,9 @@ class Attempts:
                 raise error
             self.full.add(replica)
             return
-        self._num_failures += 1
+        self.num_failures += 1
         self.failed.add(replica)
-        if self._num_failures >= MAX_FAILURES:
+        if self.num_failures >= MAX_FAILURES:
             raise ServiceUnavailableError(
                 f"verify service {replica.address}: the last of {MAX_FAILURES} streams that failed: {error}",
                 RETRY_AFTER_MS,

@@ -247,21 +247,18 @@ class RemoteDrafter:
     def _close_after(self, error: SpecwireError, replica: Replica) -> None:
         """Close the sequence after a failure, and note when its replica may be used again."""
         self.close()
+        if isinstance(error, PrefixMismatchError):
+            return  # the next round opens a sequence with all tokens
+        self.unavailable = str(error)
         match error:
-            case PrefixMismatchError():
-                pass  # the next round opens a sequence with all tokens
             case ResourceExhaustedError():  # full, not lost: sequences that are open there go on
-                self.unavailable = str(error)
                 retry_after_ms = error.retry_after_ms or _RETRY_AFTER_MS
                 self._not_before_s[replica] = clock.stopwatch_ns() / 1e9 + retry_after_ms / 1e3
             case ServiceDrainingError():  # it finishes what is open there
-                self.unavailable = str(error)
                 replica.mark_unavailable(self.unavailable)
             case ServiceUnavailableError() | InternalError():
-                self.unavailable = str(error)
                 replica.mark_lost(self.unavailable)
             case _:  # our own deadline, or a request that it refuses: not a replica failure
-                self.unavailable = str(error)
                 self._not_before_s[replica] = math.inf
 
     def rewind(self, length: int) -> None:

@@ -55,12 +55,10 @@ class Codec(NamedTuple):
         encode: a message, from sequences to open and to close, and requests.
         decode: a message's answers and errors, each with the sequence that it is for; raises InternalError or
             InvalidRequestError for a message that cannot be right.
-        is_pushed: whether a message of the peer has more than answers and errors.
     """
 
     encode: Callable[[Sequence[common_pb2.OpenSequence], Sequence[int], Sequence[Any]], Any]
     decode: Callable[[Any], Iterable[tuple[int, Any]]]
-    is_pushed: Callable[[Any], bool]
 
 
 Answers = Iterator[tuple[int, Any]]
@@ -74,7 +72,7 @@ def verify_codec(vocab_size: int, source: str = "") -> Codec:
             yield answer.sequence_id, answer
         yield from _errors(message)
 
-    return Codec(verify_wire.request_to_proto, decode, lambda message: False)
+    return Codec(verify_wire.request_to_proto, decode)
 
 
 def draft_codec(vocab_size: int, source: str = "") -> Codec:
@@ -93,7 +91,7 @@ def draft_codec(vocab_size: int, source: str = "") -> Codec:
                 yield each.sequence_id, each
         yield from _errors(message)
 
-    return Codec(draft_wire.request_to_proto, decode, lambda message: message.HasField("prepared"))
+    return Codec(draft_wire.request_to_proto, decode)
 
 
 def _errors(message: Any) -> Iterator[tuple[int, SpecwireError]]:
@@ -144,11 +142,6 @@ class SharedLink:
         self._tasks = [
             asyncio.create_task(self._ending(work)) for work in (self._send_all, self._receive_all)
         ]
-
-    @property
-    def num_sequences(self) -> int:
-        """Those that are open."""
-        return len(self._receivers)
 
     def open(self, opening: common_pb2.OpenSequence, receiver: Receiver, timeout_s: float | None) -> int:
         """Open a sequence; returns its id.
@@ -312,12 +305,13 @@ class SharedLink:
         Raises:
             InvalidRequestError: more than was sent.
         """
-        if self._codec.is_pushed(message):
-            self._arrived.add(message.ByteSize())
-            if self._arrived.is_due:
-                self._ready.set()
-        elif num_arrived := getattr(message, "num_arrived_bytes", 0):
-            self._window.arrived(num_arrived, clock.stopwatch_ns())
+        if isinstance(message, draft_pb2.DraftResponse):
+            if message.HasField("prepared"):
+                self._arrived.add(message.ByteSize())
+                if self._arrived.is_due:
+                    self._ready.set()
+        elif message.num_arrived_bytes:
+            self._window.arrived(message.num_arrived_bytes, clock.stopwatch_ns())
             if self._pushes:
                 self._ready.set()
 

@@ -21,7 +21,7 @@ LOADING = "loads its model"
 """Why a replica is unavailable that will serve by itself."""
 _PAGE_LEN = 64
 _MAX_PAGES = 128
-_MAX_KNOWN_PAGES = 1 << 14
+MAX_KNOWN_PAGES = 1 << 14
 _SLACK_RATIO = 1.5
 _SLACK_STREAMS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -183,8 +183,7 @@ class SentPrefixes:
     a stream tells its client nothing about the prompts of others.
     """
 
-    def __init__(self, capacity: int = _MAX_KNOWN_PAGES) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._incarnations: OrderedDict[int, str] = OrderedDict()
 
     def note(self, token_ids: Sequence[int], incarnation: str, salt: str = "") -> None:
@@ -192,7 +191,7 @@ class SentPrefixes:
         for page in _pages(token_ids, salt):
             self._incarnations[page] = incarnation
             self._incarnations.move_to_end(page)
-        while len(self._incarnations) > self._capacity:
+        while len(self._incarnations) > MAX_KNOWN_PAGES:
             self._incarnations.popitem(last=False)
 
     def holder(self, token_ids: Sequence[int], incarnations: Collection[str], salt: str = "") -> str | None:

@@ -300,7 +300,7 @@ class RemoteVerifier:
                 self._pool.opened(replica, committed, salt)
                 return self._sequence
             wait_s = attempts.wait_s()
-            is_new = not self._has_begun and not attempts.has_failed
+            is_new = not self._has_begun and not attempts.num_failures
             if wait_s <= 0 or (attempts.full and is_new):
                 raise attempts.give_up(self._pool.unavailable, self._pool.expected_s())
             if attempts.full:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 from grpc_health.v1.health import aio as health_aio
 
+import coordinator.peers.replicas
 import coordinator.service
 import draft_service.service
 import verify_service.service
@@ -166,8 +167,9 @@ class TestPrefixes:
         assert sent.holder(range(128), {"a", "b"}, "alice") == "a"
         assert sent.holder(range(128), {"a", "b"}, "bob") == "b"
 
-    def test_it_forgets_what_was_not_met_for_the_longest_time(self) -> None:
-        sent = SentPrefixes(capacity=2)
+    def test_it_forgets_what_was_not_met_for_the_longest_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(coordinator.peers.replicas, "MAX_KNOWN_PAGES", 2)
+        sent = SentPrefixes()
         for start in (0, 100, 200):
             sent.note(range(start, start + 64), "a")
         assert sent.holder(range(64), {"a"}) is None

@@ -272,7 +272,7 @@ async def test_the_end_of_the_stream_ends_all_of_its_sequences(opened: Opened) -
     assert closed.error is None
     assert opened.call.is_cancelled
     first.close()
-    assert opened.link.num_sequences == 0
+    assert not opened.link._receivers
 
 
 @pytest.mark.parametrize(
