@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from specwire.core import SamplingParams
-from specwire.engine.model.compiled import CompiledLayers
-from specwire.engine.model.joined import join_projections
+from specwire.engine.model.compiled import CompiledLayers, join_projections
 from specwire.engine.model.runner import ModelRunner, relative_error
 from specwire.rule import captured, choices, random, rows, sampling
 from specwire.rule.columns import Encoded, Row, Rows

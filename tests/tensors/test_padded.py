@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from specwire.engine.attention import dense, varlen
 from specwire.engine.batch import Batch, Feed, Segments
 from specwire.engine.cache.kv_cache import SequenceCache
-from specwire.engine.model import graphs, padded
-from specwire.engine.model.padded import TOKEN_SIZES, Bucket, Buckets
+from specwire.engine.model import graphs
+from specwire.engine.model.graphs import TOKEN_SIZES, Bucket, Buckets
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.captured import EagerReplay, Replay
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(caplog: pytest.LogC
 
 
 def test_large_steps_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padded, "QUERY_SIZES", (1, 8))
+    monkeypatch.setattr(graphs, "QUERY_SIZES", (1, 8))
     twins = _Twins("llama", EagerReplay())
     assert twins.padded._padded is not None
     monkeypatch.setattr(twins.padded._padded, "run_model", lambda *_: pytest.fail("padded"))
@@ -395,9 +395,9 @@ def test_the_installed_torch_has_the_signature_that_is_looked_for() -> None:
 
 
 def test_unused_parts_of_a_block_keep_no_stale_sequence() -> None:
-    inputs = padded.StepInputs(Bucket(8, 4, 8, 2), torch.device("cpu"), scratch_slot=64)
+    inputs = graphs.StepInputs(Bucket(8, 4, 8, 2), torch.device("cpu"), scratch_slot=64)
     inputs.fill(_row([3, 2, 2], num_pages=2))
-    inputs.fill(None)
+    inputs.fill()
     parts = inputs.on_device
     assert parts.query_offsets.tolist() == [0] * 5
     assert parts.cache_lens.tolist() == [1] * 4

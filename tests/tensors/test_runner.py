@@ -226,7 +226,7 @@ def test_a_failing_model_leaves_the_caches_as_they_were(monkeypatch: pytest.Monk
     runner = _runner("llama")
     cache = runner.new_sequence()
     runner.forward([Feed(cache, _tokens(6), 0)])
-    monkeypatch.setattr(runner, "_run_packed", Mock(side_effect=RuntimeError("out of memory")))
+    monkeypatch.setattr(runner, "_run", Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         runner.forward([Feed(cache, _tokens(20), 1)])
     assert cache.length == 6

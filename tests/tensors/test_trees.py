@@ -182,14 +182,10 @@ def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
         query = torch.randn(1, 4, num_query, 8, generator=generator)
         segments = Segments([0, num_query], [num_keys], [array("i", range(11))], 4, {0: drawn.tree})
         [segment] = segments
-        view = views._View.of(segment, window)
         packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), segments, {}, page_size=4)
         found = [packed._over_tables.attend(None, layer, query, scoring)] + [
-            views.view_attention(plan, layer, query, scoring)
-            for plan in (
-                views.plan_reads([segment], window, 2, True, layer.keys),
-                views.ReadPlan(scored=[view.whole(window, 2, layer.keys)]),
-            )
+            views.view_attention(views.plan_reads([segment], window, 2, layer.keys), layer, query, each)
+            for each in (scoring, scoring._replace(softcap=1e4))  # which the kernel does not know
         ]
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
@@ -284,7 +280,7 @@ def test_moves_outlive_failed_passes_and_the_owner_of_the_pages(monkeypatch: pyt
         with pytest.raises(Exception, match="full"):
             runner.forward([Feed(other, [5] * 200, 0)])
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_run_packed", lambda _: 1 / 0)
+            patch.setattr(runner, "_run", lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 runner.forward([Feed(other, [5] * 40, 0)])
         text = [5, 6, 7] * 13

@@ -49,10 +49,10 @@ def test_sequences_that_begin_alike_are_read_together(
     generator = torch.Generator().manual_seed(0)
     layer = LayerCache(*(torch.randn(1000, _NUM_KV_HEADS, _DIM, generator=generator) for _ in range(2)))
     query = torch.randn(1, _NUM_HEADS, sum(num_queries), _DIM, generator=generator)
-    scoring, kind = Scoring(0.4, window, softcap), (window, 2, softcap is None, layer.keys)
+    scoring, kind = Scoring(0.4, window, softcap), (window, 2, layer.keys)
     segments = _segments(num_shared, num_own, num_queries)
     plan = views.plan_reads(segments, *kind)
-    assert window is not None or len(plan.fused + plan.scored) == num_reads
+    assert window is not None or len(plan.reads) == num_reads
     alone = [
         views.view_attention(views.plan_reads([each._replace(query_offset=0)], *kind), layer, some, scoring)
         for each, some in zip(segments, query.split(num_queries, dim=2), strict=True)

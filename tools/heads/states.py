@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specwire.engine.model.states import States
+from specwire.engine.heads.model import States
 from specwire.support import IntArray
 from tools.drafts import Advance
 from tools.training import Kept

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specwire.engine.attention import views
 from specwire.engine.attention.varlen import BlockTables, Variant, VarlenStep, find_variant
 from specwire.engine.attention.visibility import unseen_keys
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
@@ -79,7 +80,10 @@ class DenseStep:
                 rows, keys, values, attn_mask=mask, scale=scoring.scale
             )
         else:
-            output = _weights(rows, keys, mask, scoring).to(values.dtype) @ values
+            scores = (rows @ keys.transpose(2, 3)).float()
+            scores = scores.view(num_segments, num_kv_heads, group, max_query, -1)
+            weights = views.softmax(scores, mask.view(num_segments, 1, group, max_query, -1), scoring)
+            output = weights.flatten(2, 3).to(values.dtype) @ values
         output = output.view(num_segments, num_kv_heads, group, max_query, value_dim).permute(0, 3, 1, 2, 4)
         return output.reshape(-1, num_heads, value_dim)[self._places][None]
 
@@ -129,18 +133,3 @@ class TableAttention:
         if self._dense is None:
             self._dense = DenseStep(self.tables, self._positions(), self._page_size, self._words)
         return self._dense.attend(layer, query, scoring)
-
-
-def _weights(rows: Tensor, keys: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """Attention weights float32 [num_segments, num_kv_heads, group * max_query, max_keys]."""
-    scores = (rows @ keys.transpose(2, 3)).float() * scoring.scale
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    scores = scores + mask
-    if scoring.sinks is None:
-        return torch.softmax(scores, dim=-1)
-    num_segments, num_kv_heads, num_rows, _ = scores.shape
-    sinks = scoring.sinks.float().view(1, num_kv_heads, -1, 1, 1)
-    group = sinks.shape[2]
-    sinks = sinks.expand(num_segments, -1, -1, num_rows // group, -1).reshape(*scores.shape[:3], 1)
-    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]

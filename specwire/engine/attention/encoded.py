@@ -10,6 +10,7 @@ sequence, whether it holds input or output, and forks share either.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -53,7 +54,6 @@ class DecoderBatch(PackedBatch):
 
     cross: dict[nn.Module, LayerCache] = field(kw_only=True)
     input_slots: Tensor = field(kw_only=True)
-    _input_plans: dict[bool, views.ReadPlan] = field(init=False, default_factory=dict)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -64,9 +64,11 @@ class DecoderBatch(PackedBatch):
             return super().attend(module, query, key, value, scoring)
         if len(self.input_slots):
             layer.write(self.input_slots, key, value)
-        if (fused := views.can_fuse(layer, scoring)) not in self._input_plans:
-            self._input_plans[fused] = views.plan_inputs(self.segments, fused, layer.keys.device)
-        return views.view_attention(self._input_plans[fused], layer, query, scoring)
+        return views.view_attention(self._input_plan, layer, query, scoring)
+
+    @cached_property
+    def _input_plan(self) -> views.ReadPlan:
+        return views.plan_inputs(self.segments)
 
 
 class DecoderProbe(Probe):

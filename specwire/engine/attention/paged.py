@@ -81,13 +81,17 @@ class PackedBatch:
     recurrence: Any = None
     adapters: Tensor | None = None
     uses_tables: bool = True
-    _plans: dict[tuple[int | None, int, bool, int], views.ReadPlan] = field(init=False, default_factory=dict)
+    _plans: dict[tuple[int | None, int, int], views.ReadPlan] = field(init=False, default_factory=dict)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         layer = self.layers[module]
         layer.write(self.slots, key, value)
+        return self.read(layer, query, scoring)
+
+    def read(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attention over what the layer holds; query and result as in `attend`."""
         if query.is_cuda and self.uses_tables:
             variant = self._over_tables.variant(layer, query, scoring)
             tables = self._over_tables.tables
@@ -110,12 +114,10 @@ class PackedBatch:
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         """The read plan for layers like this one."""
-        group, fused = query.shape[1] // layer.keys.shape[1], views.can_fuse(layer, scoring)
-        kind = scoring.sliding_window, group, fused
-        key = *kind, id(scoring.bias)
-        if key not in self._plans:
-            self._plans[key] = views.plan_reads(self.segments, *kind, layer.keys, scoring.bias)
-        return self._plans[key]
+        window, group, bias = scoring.sliding_window, query.shape[1] // layer.keys.shape[1], scoring.bias
+        if (kind := (window, group, id(bias))) not in self._plans:
+            self._plans[kind] = views.plan_reads(self.segments, window, group, layer.keys, bias)
+        return self._plans[kind]
 
 
 _running: ContextVar[Attend | None] = ContextVar("running", default=None)

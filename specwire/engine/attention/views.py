@@ -16,7 +16,6 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -60,63 +59,52 @@ class Read(NamedTuple):
     is_causal: bool = False
 
 
-@dataclass
-class ReadPlan:
+class ReadPlan(NamedTuple):
     """How a packed row reads every layer of one kind; made once a step.
 
     Attributes:
-        fused: what torch's kernel computes.
-        scored: what it does not support, with scores computed here.
-        order: int64 [num_tokens], index of each token's result in the concatenated results of fused and
-            scored; None when they are in order.
+        order: int64 [num_tokens], index of each token's result in the concatenated results of the reads; None
+            when they are in order.
     """
 
-    fused: list[Read] = field(default_factory=list)
-    scored: list[Read] = field(default_factory=list)
+    reads: Sequence[Read]
     order: Tensor | None = None
 
 
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def can_fuse(layer: LayerCache, scoring: Scoring) -> bool:
-    """Whether torch's fused kernel supports the layer."""
-    return scoring.softcap is None and scoring.sinks is None and layer.keys.shape == layer.values.shape
-
-
 def plan_reads(
-    segments: Sequence[Segment],
-    window: int | None,
-    group: int,
-    fused: bool,
-    keys: Tensor,
-    bias: Tensor | None = None,
+    segments: Sequence[Segment], window: int | None, group: int, keys: Tensor, bias: Tensor | None = None
 ) -> ReadPlan:
     """How these segments read a cache like `keys`.
 
     Args:
         window: number of keys a query may see, its own included; None for all.
         group: query heads that share a KV head.
-        fused: see `can_fuse`.
         bias: see `Scoring`.
     """
-    plan, alike = ReadPlan(), defaultdict[int, list[_View]](list)
-    for segment in segments:
-        view = _View.of(segment, window)
-        if bias is None:
-            alike[view.runs[0].start_slot].append(view)
-        else:
-            kind = plan.fused if fused and segment.num_query <= _MAX_STACKED_QUERIES else plan.scored
-            kind.append(Read(segment.rows, view.runs, view.biased(bias, window, group, keys)))
+    views = [_View.of(segment, window) for segment in segments]
+    if bias is not None:
+        masks = [view.biased(bias, window, group, keys) for view in views]
+        return ReadPlan(
+            [Read(view.segment.rows, view.runs, mask) for view, mask in zip(views, masks, strict=True)]
+        )
+    alike = defaultdict[int, list[_View]](list)
+    for view in views:
+        alike[view.runs[0].start_slot].append(view)
     reads = [_read(each, window, group, keys) for some in alike.values() for each in _groups(some)]
-    (plan.fused if fused else plan.scored).extend(reads)
-    return _ordered(plan, keys.device)
+    rows = [read.rows for read in reads]
+    if len(rows) == 1 and isinstance(rows[0], slice):
+        return ReadPlan(reads)
+    places = torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
+    in_order = bool((places.diff() > 0).all())
+    return ReadPlan(reads, None if in_order else torch.argsort(places).to(keys.device))
 
 
-def plan_inputs(segments: Sequence[Segment], fused: bool, device: torch.device) -> ReadPlan:
+def plan_inputs(segments: Sequence[Segment]) -> ReadPlan:
     """How decoders read the keys of their encoders' inputs: all of them, unmasked."""
-    reads = [Read(each.rows, first_tokens(each.runs, each.encoder_len)) for each in segments]
-    return _ordered(ReadPlan(fused=reads) if fused else ReadPlan(scored=reads), device)
+    return ReadPlan([Read(each.rows, first_tokens(each.runs, each.encoder_len)) for each in segments])
 
 
 def plan_blocks(segments: Sequence[Segment], window: int | None, group: int, keys: Tensor) -> ReadPlan:
@@ -130,17 +118,7 @@ def plan_blocks(segments: Sequence[Segment], window: int | None, group: int, key
             mask = torch.zeros(distances.shape).masked_fill_(torch.from_numpy(distances > window), -torch.inf)
             mask = mask.repeat(_stacked(segment.num_query, group), 1).to(keys.device, keys.dtype)
         reads.append(Read(segment.rows, _skip(segment.runs, first_key), mask))
-    return _ordered(ReadPlan(fused=reads), keys.device)
-
-
-def _ordered(plan: ReadPlan, device: torch.device) -> ReadPlan:
-    """The plan with its order."""
-    rows = [read.rows for read in plan.fused] + [read.rows for read in plan.scored]
-    if len(rows) > 1 or isinstance(rows[0], Tensor):
-        places = torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
-        if bool((places.diff() < 0).any()):
-            plan.order = torch.argsort(places).to(device)
-    return plan
+    return ReadPlan(reads)
 
 
 class _View(NamedTuple):
@@ -288,24 +266,24 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
     num_kv_heads, value_dim = layer.values.shape[1:]
     # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
     grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, query.shape[-1])
-    results = [_fused(grouped[read.rows], layer, read, scoring.scale) for read in plan.fused]
-    results += [_scored(grouped[read.rows], layer, read, scoring) for read in plan.scored]
+    results = [attend(grouped[read.rows], layer, read, scoring) for read in plan.reads]
     output = torch.cat(results) if len(results) > 1 else results[0]
     if plan.order is not None:
         output = output[plan.order]
     return output.reshape(1, num_tokens, num_heads, value_dim)
 
 
-def attend_run(query: Tensor, layer: LayerCache, run: Run, scoring: Scoring) -> Tensor:
-    """Attention of one token to a whole run. query [1, num_kv_heads, group, head_dim], result likewise."""
-    read = Read(slice(0, 1), [run])
-    if can_fuse(layer, scoring):
+def attend(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
+    """One read, by torch's fused kernel where it supports that, else with scores computed here; query and
+    result [n, num_kv_heads, group, head_dim]."""
+    is_plain = scoring.softcap is None and scoring.sinks is None and layer.keys.shape == layer.values.shape
+    has_bias = read.mask is not None and read.mask.ndim == 4
+    if is_plain and (not has_bias or len(query) <= _MAX_STACKED_QUERIES):
         return _fused(query, layer, read, scoring.scale)
     return _scored(query, layer, read, scoring)
 
 
 def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
-    """Torch's fused kernel. query [n, num_kv_heads, group, head_dim], result likewise."""
     keys, values = _keys_and_values(layer, read.runs)
     num_query, num_kv_heads, group, _ = query.shape
     if num_query == 1 and read.mask is None:
@@ -335,7 +313,7 @@ def _keys_and_values(layer: LayerCache, runs: Sequence[Run]) -> tuple[Tensor, Te
 
 
 def _scored(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
-    """As `_fused`, with scores computed here, in blocks of queries."""
+    """In blocks of queries."""
     keys, values = (each[0] for each in _keys_and_values(layer, read.runs))
     num_queries, mask = len(query), read.mask
     if read.is_causal:
@@ -354,13 +332,13 @@ def _score_block(
     num_query, num_kv_heads, group, _ = query.shape
     rows = query.permute(1, 2, 0, 3).reshape(num_kv_heads, group * num_query, -1)
     scores = torch.bmm(rows, keys.transpose(1, 2)).view(num_kv_heads, group, num_query, -1)
-    weights = _softmax(scores, mask, scoring).to(query.dtype)
+    weights = softmax(scores, mask, scoring).to(query.dtype)
     output = torch.bmm(weights.reshape(num_kv_heads, group * num_query, -1), values)
     return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
 
 
-def _softmax(scores: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Weights float32 from raw scores [num_kv_heads, group, num_query, num_keys] (overwritten)."""
+def softmax(scores: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Weights float32 from raw scores [..., num_kv_heads, group, num_query, num_keys] (overwritten)."""
     scores *= scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh_(scores.div_(scoring.softcap)).mul_(scoring.softcap)
@@ -368,7 +346,6 @@ def _softmax(scores: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
         scores += mask
     if scoring.sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
-    num_kv_heads, group, num_query, _ = scores.shape
-    sinks = scoring.sinks.view(num_kv_heads, group, 1, 1).expand(-1, -1, num_query, -1)
-    with_sinks = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    sinks = scoring.sinks.to(scores.dtype).view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+    with_sinks = torch.cat([scores, sinks], dim=-1)
     return torch.softmax(with_sinks, dim=-1, dtype=torch.float32)[..., :-1]

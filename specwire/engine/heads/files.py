@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -18,6 +19,7 @@ from specwire.errors import ModelLoadError
 
 WEIGHTS, CONFIG = "heads.safetensors", "config.json"
 _KIND = "specwire-heads"
+Described = TypeVar("Described")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +67,35 @@ def replace_file(path: Path, data: bytes) -> None:
 def read_config(directory: Path) -> HeadsConfig:
     """A ModelLoadError, which names the directory, if there are no heads."""
     try:
-        found = json.loads((directory / CONFIG).read_text())
+        data = (directory / CONFIG).read_bytes()
     except OSError as error:
         raise ModelLoadError(f"{directory}: no heads there: {error.strerror or error}") from None
+    otherwise = "describes no heads; `specwire train-heads` makes them"
+    return parse(HeadsConfig, data, _KIND, f"{directory}: {CONFIG}", otherwise)
+
+
+def parse(described: type[Described], data: bytes, kind: str, name: str, otherwise: str) -> Described:
+    """What a file of this kind says of a target's own draft, a dataclass; a ModelLoadError begins with its
+    name, and says otherwise that it is another kind of file."""
+    try:
+        found = json.loads(data)
     except ValueError:
-        raise ModelLoadError(f"{directory}: {CONFIG} is not JSON") from None
-    if not isinstance(found, dict) or found.get("kind") != _KIND:
-        raise ModelLoadError(f"{directory}: {CONFIG} describes no heads; `specwire train-heads` makes them")
-    names = [field.name for field in fields(HeadsConfig)]
-    if missing := [name for name in names if name not in found]:
-        raise ModelLoadError(f"{directory}: {CONFIG} lacks {', '.join(missing)}")
-    return HeadsConfig(**{name: found[name] for name in names})
+        raise ModelLoadError(f"{name} is not JSON") from None
+    if not isinstance(found, dict) or found.get("kind") != kind:
+        raise ModelLoadError(f"{name} {otherwise}")
+    names = [field.name for field in fields(described)]  # type: ignore[arg-type]
+    if missing := [each for each in names if each not in found]:
+        raise ModelLoadError(f"{name} lacks {', '.join(missing)}")
+    return described(**{each: found[each] for each in names})
+
+
+def check_target(what: str, described: Any, name: str, fingerprint: str) -> None:
+    """A ModelLoadError if it is not of this target, by its name and its weights' fingerprint."""
+    if described.target_fingerprint != fingerprint:
+        raise ModelLoadError(
+            f"{what} of {described.target!r} ({described.target_fingerprint or 'no weights'}), not of "
+            f"{name!r} ({fingerprint or 'no weights'})"
+        )
 
 
 def read_weights(directory: Path, config: HeadsConfig) -> dict[str, Tensor]:

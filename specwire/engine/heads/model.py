@@ -98,6 +98,38 @@ class Heads:
         return found
 
 
+class States:
+    """Notes what the output layer of a model reads in each pass: the states that logits are computed from.
+
+    Raises:
+        ModelLoadError: it has no output layer of its own.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layer = model.get_output_embeddings()
+        if layer is None:
+            raise ModelLoadError(
+                f"{model.config.model_type!r} has no output layer whose inputs could be read"
+            )
+        self._latest: Tensor | None = None
+        layer.register_forward_pre_hook(self._note)
+
+    def _note(self, _: Any, inputs: tuple[Tensor, ...]) -> None:
+        self._latest = inputs[0]
+
+    def beside(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        """A pass's logits with their states, [num_rows, vocab_size + state_size], in the logits' dtype.
+
+        Args:
+            rows: of the logits, in what the output layer read; None where it read no more.
+        """
+        assert self._latest is not None
+        states, self._latest = self._latest[0], None
+        if rows is not None:
+            states = states[rows]
+        return torch.cat([logits, states.to(logits.dtype)], dim=-1)
+
+
 def load(directory: Path, model: Any, name: str, fingerprint: str) -> Heads:
     """The heads in a directory, for this target, by its name and its weights' fingerprint.
 
@@ -110,11 +142,7 @@ def load(directory: Path, model: Any, name: str, fingerprint: str) -> Heads:
         raise ModelLoadError(
             f"{directory}: heads for states of {config.state_size}, and {name!r} has {state_size}"
         )
-    if config.target_fingerprint != fingerprint:
-        raise ModelLoadError(
-            f"{directory}: heads of {config.target!r} ({config.target_fingerprint or 'no weights'}), not of "
-            f"{name!r} ({fingerprint or 'no weights'})"
-        )
+    files.check_target(f"{directory}: heads", config, name, fingerprint)
     weights = files.read_weights(directory, config)
     try:
         heads = [Head.of(weights, number) for number in range(config.num_heads)]

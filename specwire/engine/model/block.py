@@ -18,7 +18,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,7 +255,7 @@ class BlockRunner(KeepingRunner):
 
     @torch.inference_mode()
     def _probe(self) -> Probe:
-        probe, own = super()._probe(), _Shapes()
+        probe, own = super()._probe(), _Context(None, {})
         self._run_context(torch.zeros(1, dtype=torch.int64, device=self.device), own)
         probe.shapes |= own.shapes
         return probe
@@ -308,7 +308,7 @@ class BlockRunner(KeepingRunner):
     def _run_blocks(self, batch: Batch, token_ids: Sequence[int]) -> Tensor:
         """The states of the draft tokens after these, [n, num_drafts, state_size]."""
         self._copy(batch)
-        slots, positions = (to_device(part, self.device) for part in (batch.slots, batch.positions))
+        slots, positions = self._on_device(batch.slots, batch.positions)
         packed = _Block(slots, batch.segments, self._layers, self.pool.page_size, uses_tables=False)
         embedded = self.embedded(self.block(token_ids))
         context = embedded.new_zeros(1, 0, self.state_size * len(self._layer_ids))
@@ -334,33 +334,24 @@ def _without_norm(embedding: Any) -> Any:
     return plain
 
 
-class _Shapes:
-    """Records what each layer of a drafter passes to its attention."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[nn.Module, LayerShape] = {}
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-    ) -> Tensor:
-        """See `attention.Attend`; the result is of the right shape."""
-        self.shapes[module] = LayerShape(key[0, :, 0], value[0, :, 0], query.shape[1], scoring)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
 @dataclass
 class _Context:
-    """Keeps the keys of a context, in these slots (int64 [num_tokens]); nothing attends to them yet."""
+    """Keeps the keys of a context, in these slots (int64 [num_tokens]); nothing attends to them yet. Without
+    slots it records shapes."""
 
-    slots: Tensor
+    slots: Tensor | None
     layers: dict[nn.Module, LayerCache]
+    shapes: dict[nn.Module, LayerShape] = field(default_factory=dict)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """See `attention.Attend`; what the tokens after the context get is of no use."""
-        num = len(self.slots)
-        self.layers[module].write(self.slots, key[:, :, :num], value[:, :, :num])
+        if self.slots is None:
+            self.shapes[module] = LayerShape(key[0, :, 0], value[0, :, 0], query.shape[1], scoring)
+        else:
+            num = len(self.slots)
+            self.layers[module].write(self.slots, key[:, :, :num], value[:, :, :num])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -370,6 +361,6 @@ class _Block(attention.PackedBatch):
 
     def _plan(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> views.ReadPlan:
         window, group = scoring.sliding_window, query.shape[1] // layer.keys.shape[1]
-        if (kind := (window, group, True, 0)) not in self._plans:
+        if (kind := (window, group, 0)) not in self._plans:
             self._plans[kind] = views.plan_blocks(self.segments, window, group, layer.keys)
         return self._plans[kind]

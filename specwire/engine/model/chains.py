@@ -16,8 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from specwire.engine.batch import Batch, Segments
-from specwire.engine.model.graphs import PaddedSteps
-from specwire.engine.model.padded import StepInputs
+from specwire.engine.model.graphs import PaddedSteps, StepInputs
 from specwire.rule.captured import Replay
 from specwire.rule.transfer import to_device
 from specwire.support import IntArray
@@ -119,7 +118,7 @@ class _Loop:
         self._at = self._slots.new_zeros(1)
         self._logits = logits.new_zeros((num_rows, logits.shape[1]))
         self._columns = [each.new_zeros((num_steps, num_rows, *each.shape[2:])) for each in choice.columns]
-        inputs.fill(None)
+        inputs.fill()
         some = self._function(self._logits, *(each[0] for each in self._columns))
         self._results = [each.new_zeros((num_steps, *each.shape)) for each in some]
         self._choose = replay.capture(self._choose_once)

@@ -16,7 +16,7 @@ from specwire.engine.batch import Batch, Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import DraftQuery
 from specwire.engine.model import loading
-from specwire.engine.model.padded import StepInputs
+from specwire.engine.model.graphs import StepInputs
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -95,8 +95,7 @@ class KeepingRunner(NotingRunner):
 
     def _run_packed(self, batch: Batch) -> Tensor:
         logits = super()._run_packed(batch)
-        columns = batch.slots, batch.token_ids, batch.positions
-        slots, token_ids, positions = (to_device(each, self.device) for each in columns)
+        slots, token_ids, positions = self._on_device(batch.slots, batch.token_ids, batch.positions)
         before = to_device(batch.previous_slots(), self.device) if self._has_previous else None
         self._keep(slots, before, token_ids, positions)
         return logits

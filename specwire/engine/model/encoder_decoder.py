@@ -127,9 +127,9 @@ class EncoderDecoderRunner(ModelRunner):
             input_slots=to_device(inputs.slots, self.device),
         )
         states = self._encoded(inputs.token_ids, inputs.lens)
-        token_ids, positions = (to_device(part, self.device) for part in (batch.token_ids, batch.positions))
+        token_ids, positions, rows = self._inputs(batch)
         logits = self._decoded(token_ids, positions, packed, states)
-        return logits if len(batch.rows) == len(token_ids) else logits[to_device(batch.rows, self.device)]
+        return logits if rows is None else logits[rows]
 
     def _encoded(self, token_ids: IntArray, lens: Sequence[int]) -> Tensor:
         """The encoder's states [1, num_tokens, hidden_size] of inputs that are given one after another."""

@@ -266,31 +266,18 @@ def load_adapters(model: Any, directories: Mapping[str, Path]) -> None:
 
 
 def check_adapter(model: Any, number: int) -> None:
-    """Compare logits of a sequence with an adapter, beside one without, with those of a pass of the model in
-    which all tokens have the adapter.
+    """Compare logits of a sequence with an adapter, beside one without, with those of passes of the model in
+    which all tokens have the adapter, or none has.
 
     Raises:
         ModelLoadError: they differ.
     """
     tokens = check_ids(model)
     with lora.running(torch.full((len(tokens),), number, device=model.device)):
-        reference = own_logits(model, tokens).repeat(2, 1)
+        adapted = own_logits(model, tokens)
+    reference = torch.cat([adapted, own_logits(model, tokens)])
     for runner in _runners(model, len(tokens)):
-        check_logits(model, _logits_beside(runner, tokens, number), reference)
-
-
-def _logits_beside(runner: ModelRunner, tokens: list[int], adapter: int) -> Tensor:
-    """Logits [2 * num_tokens, vocab_size] of the same tokens with an adapter beside some without, in one pass
-    and then in two."""
-    first = len(tokens) // 2
-    with runner.new_sequence() as plain, runner.new_sequence() as adapted:
-        adapted.adapter = adapter
-        found = runner.forward([Feed(plain, tokens, 0), Feed(adapted, tokens, len(tokens))])
-        adapted.truncate(0)
-        plain.truncate(first)
-        start = runner.forward([Feed(adapted, tokens[:first], first), Feed(plain, tokens[first:], 0)])
-        rest = runner.forward([Feed(adapted, tokens[first:], len(tokens) - first)])
-    return torch.cat([found, start, rest])
+        check_logits(model, packed_logits(runner, tokens, adapters=(number, 0)), reference)
 
 
 def _cause(model: Any, tokens: list[int]) -> str:
@@ -341,16 +328,21 @@ def check_ids(model: Any, least: int = _CHECK_TOKENS) -> list[int]:
 
 
 def packed_logits(
-    runner: ModelRunner, tokens: list[int], inputs: tuple[list[int], list[int]] = ([], [])
+    runner: ModelRunner,
+    tokens: list[int],
+    inputs: tuple[list[int], list[int]] = ([], []),
+    adapters: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Logits [2 * num_tokens, vocab_size] of the same tokens, in two chunks and then in one.
+    """Logits [2 * num_tokens, vocab_size] of the same tokens: in two chunks, and in one beside the second.
 
     Args:
         inputs: what an encoder reads before each.
+        adapters: of each.
     """
     first = len(tokens) // 2
     with runner.new_sequence() as pieces, runner.new_sequence() as whole:
         pieces.encoder_len, whole.encoder_len = map(len, inputs)
+        pieces.adapter, whole.adapter = adapters
         pieces.committed_len = first
         wrong = tokens[first : first + 3][::-1]
         begun = Feed(pieces, inputs[0] + tokens[:first] + wrong, first + len(wrong))

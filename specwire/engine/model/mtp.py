@@ -144,10 +144,8 @@ class MtpRunner(NotingRunner):
             kept, segments = without_first(batch, number + 1)
             if not len(segments):
                 break
-            slots, before, token_ids, positions = (
-                to_device(part[kept], self.device)
-                for part in (batch.slots, previous, batch.token_ids, batch.positions)
-            )
+            columns = batch.slots, previous, batch.token_ids, batch.positions
+            slots, before, token_ids, positions = self._on_device(*(each[kept] for each in columns))
             packed = PackedBatch(slots, segments, self._layers, self.pool.page_size, uses_tables=False)
             given = states if number == first else None
             read = self._known(number).keys[before, 0] if given is None else given

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from specwire.config.own_methods import DFLASH, EAGLE3, HEADS, LAYERS, MTP
 from specwire.config.services import ModelServiceConfig
+from specwire.engine.attention.paged import Attend
 from specwire.engine.batch import Batch
 from specwire.engine.device import DraftQuery, DraftShape
 from specwire.engine.heads import model as heads
-from specwire.engine.heads.model import Heads
+from specwire.engine.heads.model import Heads, States
 from specwire.engine.layers import files
 from specwire.engine.layers.blocks import Blocks, ModelBlocks
 from specwire.engine.model import block, eagle3, mtp
@@ -68,11 +69,21 @@ def make_runner(
 class HeadsRunner(ModelRunner):
     """As `ModelRunner`; runs heads on the states of the latest pass."""
 
+    _states: States | None = None  # not before the width of the logits is known
+
     def __init__(self, model: Any, heads: Heads, **options: Any) -> None:
         self._heads, self._nodes = heads, NodeStates()
         self._shown: Tensor  # by the latest pass, [num_rows, state_size]
-        super().__init__(model, shows_states=True, **options)
+        super().__init__(model, **options)
+        self._states = States(model)
         self.draft_shape = DraftShape(self.vocab_size)
+
+    def _logits(self, packed: Attend, token_ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
+        """With the states that they are computed from beside them, so that both are recorded."""
+        logits = super()._logits(packed, token_ids, positions, rows)
+        if self._states is None:
+            return logits
+        return self._states.beside(logits, None if self._keeps_rows else rows)
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:

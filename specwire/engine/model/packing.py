@@ -42,10 +42,7 @@ def pack_linears(model: nn.Module, *, keeps_none: bool = False) -> int:
     if keeps_none:
         chosen = [linear for linear in chosen if not _is_kept(linear.weight)]
     for linear in chosen:
-        if _is_kept(linear.weight):
-            _pack_beside(linear)
-        else:
-            _pack(linear, is_shared=users[id(linear.weight)] > 1)
+        _pack(linear, is_shared=users[id(linear.weight)] > 1)
     return len(chosen)
 
 
@@ -61,26 +58,16 @@ def _is_kept(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.numel() < _LARGE_FLOAT32
 
 
-def _pack_beside(linear: nn.Linear) -> None:
-    """Keep the weight: one token is run with it, more with the packed one."""
-    packed, num_inputs = pack_weight(linear.weight.detach(), _TYPICAL_TOKENS), linear.in_features
-
-    def forward(tokens: Tensor) -> Tensor:
-        if tokens.numel() == num_inputs:
-            return nn.functional.linear(tokens, linear.weight, linear.bias)
-        return packed_linear(tokens, packed, linear.bias)
-
-    linear.forward = forward  # type: ignore[method-assign, assignment]
-
-
 def _pack(linear: nn.Linear, *, is_shared: bool) -> None:
-    weight = linear.weight.detach()
+    weight, is_kept, num_inputs = linear.weight.detach(), _is_kept(linear.weight), linear.in_features
     packed = pack_weight(weight, _TYPICAL_TOKENS)
 
     def forward(tokens: Tensor) -> Tensor:
-        return packed_linear(tokens, packed, linear.bias)  # which a rank takes away, to add it once
+        if is_kept and tokens.numel() == num_inputs:  # one token
+            return nn.functional.linear(tokens, linear.weight, linear.bias)
+        return packed_linear(tokens, packed, linear.bias)  # a rank takes the bias away, to add it once
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
-    if not is_shared:  # models read shape and dtype; keep these without the memory
+    if not is_kept and not is_shared:  # models read shape and dtype; keep these without the memory
         hollow = weight.new_empty(1).expand(weight.shape)
         linear.weight = nn.Parameter(hollow, requires_grad=False)

@@ -117,20 +117,18 @@ class Recurrence(Cache):  # type: ignore[misc]
 
     Args:
         starts, num_query: tokens of each sequence before the pass, and in it.
-        num_layers: of the model.
         adapters: int64 [num_tokens], of the packed row, see `Batch`; None if no token has one.
     """
 
     def __init__(
         self,
+        model: Any,
         caches: Sequence[SequenceCache],
         starts: Sequence[int],
         num_query: Sequence[int],
-        num_layers: int,
-        device: torch.device,
         adapters: Tensor | None = None,
     ) -> None:
-        super().__init__(layers=[None] * num_layers)
+        super().__init__(layers=[None] * model.config.get_text_config(decoder=True).num_hidden_layers)
         self._caches, self._starts, self._adapters = caches, starts, adapters
         self._states: list[dict[int, State]] = []
         batches: dict[tuple[int, int, bool], list[_Piece]] = defaultdict(list)
@@ -142,7 +140,7 @@ class Recurrence(Cache):  # type: ignore[misc]
                 batches[place, end - start, start > 0].append(_Piece(i, start, end, row))
                 row += end - start
         self._batches = [
-            (pieces, torch.tensor([[*range(p.row, p.row + length)] for p in pieces], device=device))
+            (pieces, torch.tensor([[*range(p.row, p.row + length)] for p in pieces], device=model.device))
             for (_, length, _), pieces in sorted(batches.items(), key=lambda item: item[0])
         ]
 

@@ -27,16 +27,13 @@ from specwire.engine.batch import Batch, Feed, Packer
 from specwire.engine.cache.kv_cache import PagePool, SequenceCache
 from specwire.engine.device import Decide, DraftQuery, DraftShape, Runner
 from specwire.engine.layers.blocks import Blocks
-from specwire.engine.model import lora, recurrent
+from specwire.engine.model import lora, recurrent, tokenwise
 from specwire.engine.model.chains import ChainSteps, Choice
-from specwire.engine.model.compiled import CompiledLayers
+from specwire.engine.model.compiled import CompiledLayers, join_projections
 from specwire.engine.model.direct import DirectPass, can_run
-from specwire.engine.model.graphs import PaddedSteps
-from specwire.engine.model.joined import join_projections
-from specwire.engine.model.padded import INVARIANT_TOKENS, Buckets, StepInputs, TabledBatch
+from specwire.engine.model.graphs import INVARIANT_TOKENS, Buckets, PaddedSteps, StepInputs, TabledBatch
 from specwire.engine.model.recurrent import Recurrence
-from specwire.engine.model.states import States
-from specwire.engine.model.tokenwise import TokenwiseBatch
+from specwire.engine.model.tokenwise import TOKENWISE_TOKENS, TokenwiseBatch
 from specwire.engine.private import end_compilers
 from specwire.engine.progress import LEAST_LIMIT_S
 from specwire.errors import ModelLoadError, UnsupportedError
@@ -49,9 +46,6 @@ log = logging.getLogger(__name__)
 
 _RECORDING_S = 10.0
 """Time to capture a graph of a large model, after two eager passes."""
-
-TOKENWISE_TOKENS = 16
-"""Tokens of every batch-invariant pass on a CPU: a round of one stream is one pass."""
 
 _REPLAY_TOLERANCE, _DIRECT_TOLERANCE = 0.1, 1e-3
 """In half precision, kernels for different sizes round differently; a defect differs by about 1."""
@@ -68,7 +62,6 @@ class ModelRunner(Runner):
         replay: pad steps to a few sizes and capture them in this way; None runs each step as it is.
         batch_invariant: pad all steps to one size, so that a row of logits is bitwise independent of the
             other rows, and of whether it was decoded, verified or prefilled. A CPU needs no replay.
-        shows_states: compute the hidden state behind each row of logits too, beside it.
         compiles: have torch's compiler fuse the layers when warming up.
 
     Raises:
@@ -98,7 +91,6 @@ class ModelRunner(Runner):
         page_size: int = 16,
         replay: Replay | None = None,
         batch_invariant: bool = False,
-        shows_states: bool = False,
         compiles: bool = False,
     ) -> None:
         self.model = model.eval()
@@ -110,15 +102,10 @@ class ModelRunner(Runner):
         attention.register()
         if model.config._attn_implementation != attention.ATTENTION_NAME:
             model.set_attn_implementation(attention.ATTENTION_NAME)
-        self._states: States | None = None
         self._num_recurrent = recurrent.wrap(model)
-        if self._num_recurrent and (batch_invariant or shows_states):
-            raise ModelLoadError("recurrent layers run neither with --batch-invariant nor with --heads")
         if self._num_recurrent:  # what they run depends on the sequences, not on sizes alone
             replay, compiles = None, False
         probe = self._probe()
-        if shows_states:
-            self._states = States(model)
         self.kv_bytes_per_token = sum(each.key.nbytes + each.value.nbytes for each in probe.shapes.values())
         if callable(num_pages):
             num_pages = num_pages(self.kv_bytes_per_token * page_size, self.state_bytes)
@@ -135,21 +122,20 @@ class ModelRunner(Runner):
         num_slots = (num_pages + has_scratch) * page_size  # the last page is scratch
         self._layers = {module: shape.allocate(num_slots) for module, shape in probe.shapes.items()}
         self._replay, self._compiles = replay, compiles
-        self._padded = (
-            self._make_padded(replay, self._run_padded, batch_invariant=batch_invariant) if replay else None
-        )
+        self._padded: PaddedSteps | None = None
+        self._padded_without: dict[tuple[Block, ...], PaddedSteps] = {}
+        self._chains: ChainSteps | None = None
+        if replay:
+            self._padded = self._make_padded(replay, batch_invariant=batch_invariant)
+            if not batch_invariant:
+                self._chains = ChainSteps(self._padded, replay)
         self._direct: DirectPass | None = None
         if type(self) is ModelRunner and not (has_scratch or compiles) and can_run(model):
             scorings = {module: shape.scoring for module, shape in probe.shapes.items()}
-            self._run_directly(DirectPass(model, scorings, min(num_slots, self.context_len or num_slots)))
-        self._chains: ChainSteps | None = None
-        if replay and self._padded is not None and not (batch_invariant or shows_states):
-            self._chains = ChainSteps(self._padded, replay)
-        self._padded_without: dict[tuple[Block, ...], PaddedSteps] = {}
+            self._direct = DirectPass(model, scorings, min(num_slots, self.context_len or num_slots))
+            self._try_direct()
 
-    def _make_padded(
-        self, replay: Replay, run: Callable[[StepInputs], Tensor], *, batch_invariant: bool = False
-    ) -> PaddedSteps:
+    def _make_padded(self, replay: Replay, *, batch_invariant: bool = False) -> PaddedSteps:
         page_size, num_pages = self.pool.page_size, self.pool.num_pages
         most_tokens = min(self.context_len or num_pages * page_size, num_pages * page_size)
         buckets = Buckets(
@@ -164,7 +150,7 @@ class ModelRunner(Runner):
                 f"--batch-invariant with a context of {most_tokens} tokens needs paged attention, which this "
                 f"torch does not have on {self.device}; lower --num-kv-tokens"
             )
-        return PaddedSteps(run, buckets, replay, self.device, num_pages * page_size)
+        return PaddedSteps(self._run_padded, buckets, replay, self.device, num_pages * page_size)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -177,7 +163,7 @@ class ModelRunner(Runner):
             self._compile()
         if self._padded is not None:
             self._padded.warm()
-            tokens = self._tried_tokens()
+            tokens = self._tried_tokens(9)
             with self.new_sequence() as cache:
                 replayed = self.forward([Feed(cache, tokens, len(tokens))])
             error = relative_error(replayed, self._trial()[1:])
@@ -185,7 +171,8 @@ class ModelRunner(Runner):
                 what = "replayed steps differ by %.2g of the logits' spread: they are not replayed"
                 log.warning(what, error)
                 self.stop_replaying()
-        if self._batch_invariant and not self._is_invariant():
+        adapters = range(lora.num_adapters(self.model) + 1) if self._batch_invariant else ()
+        if not all(map(self._is_invariant, adapters)):
             raise ModelLoadError(
                 "--batch-invariant: a token's logits depend on the tokens beside it, whatever the passes' "
                 "size (experts, or kernels that are not deterministic)"
@@ -212,41 +199,33 @@ class ModelRunner(Runner):
         end_compilers()
 
     @torch.inference_mode()
-    def _run_directly(self, direct: DirectPass) -> None:
-        """In passes of our own, where they come to what the model's own do."""
-        expected, self._direct = self._trial(), direct
-        difference = relative_error(self._trial(), expected)
+    def _try_direct(self) -> None:
+        """Passes of our own are kept where they come to what the model's own do."""
+        difference = relative_error(self._trial(self._run_directly), self._trial())
         if not difference <= _DIRECT_TOLERANCE:
             self._direct = None
             log.warning("direct passes differ by %.2g of the logits' spread: they are not used", difference)
 
-    def _trial(self) -> Tensor:
-        """Logits of some tokens, as they are without replay: of one alone, and of some at once."""
-        found, tokens = [], self._tried_tokens()
+    def _trial(self, run: Callable[[Batch], Tensor] | None = None) -> Tensor:
+        """Logits of some tokens in plain passes, or in others: of one token alone, and of some at once."""
+        found, tokens = [], self._tried_tokens(9)
         with self.new_sequence() as cache:
             for some in (tokens[:1], tokens):
                 cache.truncate(0)
                 with self._packer.packed([Feed(cache, some, len(some))]) as batch:
-                    found.append(self._run_packed(batch).float())
+                    found.append((run or self._run_packed)(batch).float())
         return torch.cat(found)[:, : self.vocab_size]
 
-    def _tried_tokens(self) -> IntArray:
-        num = min(9, self.num_embeddings, self.pool.num_pages * self.pool.page_size)
+    def _tried_tokens(self, most: int, num_sequences: int = 1) -> IntArray:
+        """Tokens from all over the vocabulary, as many as so many sequences have room for."""
+        num_slots = self.pool.num_pages * self.pool.page_size
+        num = min(most, self.context_len or most, self.num_embeddings, num_slots // num_sequences)
         return np.linspace(0, self.num_embeddings - 1, num).astype(np.int64)
 
-    def _is_invariant(self) -> bool:
-        """Whether tokens have bitwise the same logits in one pass, in chunks, and beside other tokens."""
-        num_tokens = min(
-            2 * TOKENWISE_TOKENS,
-            self.context_len or 2 * TOKENWISE_TOKENS,
-            self.pool.num_pages * self.pool.page_size // 4,
-        )
-        tokens = np.linspace(0, self.num_embeddings - 1, num_tokens).astype(np.int64)
-        adapters = range(lora.num_adapters(self.model) + 1)
-        return all(self._is_invariant_with(adapter, tokens) for adapter in adapters)
-
-    def _is_invariant_with(self, adapter: int, tokens: IntArray) -> bool:
-        """The same with an adapter, beside tokens without one."""
+    def _is_invariant(self, adapter: int) -> bool:
+        """Whether tokens with an adapter have bitwise the same logits in one pass, in chunks, and beside some
+        without one."""
+        tokens = self._tried_tokens(2 * TOKENWISE_TOKENS, 4)
         num_tokens = len(tokens)
         with self.new_sequence() as whole:
             whole.adapter = adapter
@@ -274,11 +253,11 @@ class ModelRunner(Runner):
         """Find the layers' shapes and the vocabulary size in a forward pass of one token."""
         recurrence, cache = None, PagePool(1, 1).new_sequence()
         if self._num_recurrent:
-            recurrence = self._recurrence([cache], [0], [1])
+            recurrence = Recurrence(self.model, [cache], [0], [1])
         probe = Probe(recurrence)
-        row = np.zeros(1, dtype=np.int64)
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
-            logits = self._logits(probe, *self._on_device(row, row, row))
+            logits = self._logits(probe, row, row, None)
         except (UnsupportedError, ModelLoadError) as error:
             raise ModelLoadError(f"the model cannot be served: {error}") from error
         self.vocab_size = int(logits.shape[-1])
@@ -294,16 +273,6 @@ class ModelRunner(Runner):
             problem = f"{len(state)} layers keep a state in transformers' cache, and not {num_declared}"
             raise ModelLoadError(f"{problem}, as the config declares")
         return probe
-
-    def _recurrence(
-        self,
-        caches: Sequence[SequenceCache],
-        starts: Sequence[int],
-        num_query: Sequence[int],
-        adapters: Tensor | None = None,
-    ) -> Recurrence:
-        num_layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return Recurrence(caches, starts, num_query, num_layers, self.device, adapters)
 
     @property
     def num_graphs(self) -> int:
@@ -386,29 +355,13 @@ class ModelRunner(Runner):
 
     def _compute_without(self, left_out: Blocks, batch: Batch) -> Tensor:
         self._copy(batch)
-        steps = self._steps_without(left_out)
-        logits = steps.run(batch) if steps is not None else None
-        if logits is None:
-            direct, self._direct = self._direct, None  # which runs all blocks
-            try:
-                with left_out.skipped():
-                    logits = self._run_packed(batch).float()
-            finally:
-                self._direct = direct
-        return logits
-
-    def _steps_without(self, left_out: Blocks) -> PaddedSteps | None:
-        """Padded steps of their own, where those of the whole model are padded."""
-        if self._padded is None or self._replay is None:
-            return None
-        if left_out.blocks not in self._padded_without:
-
-            def run(inputs: StepInputs) -> Tensor:
-                with left_out.skipped():
-                    return self._run_padded(inputs)
-
-            self._padded_without[left_out.blocks] = self._make_padded(self._replay, run)
-        return self._padded_without[left_out.blocks]
+        logits, blocks = None, left_out.blocks
+        with left_out.skipped():
+            if self._padded is not None and self._replay is not None:  # in padded steps of its own
+                if blocks not in self._padded_without:
+                    self._padded_without[blocks] = self._make_padded(self._replay)
+                logits = self._padded_without[blocks].run(batch)
+            return self._run_packed(batch).float() if logits is None else logits
 
     def run(self, feeds: Sequence[Feed], question: Any, decide: Decide) -> Any:
         logits = self.forward(feeds)
@@ -437,56 +390,60 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
-        """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size], and the states."""
+        """The pass itself, without bookkeeping; float32 [len(batch.rows), vocab_size]."""
         self._copy(batch)
         if not self._batch_invariant:
             return self._run(batch)
-        if self._padded is not None:  # in passes of one size
-            return torch.cat([self._run(part) for part in batch.split(INVARIANT_TOKENS)])
-        return torch.cat([self._run_tokenwise(part) for part in batch.split(TOKENWISE_TOKENS)])
+        # In passes of one size.
+        num_tokens = TOKENWISE_TOKENS if self._padded is None else INVARIANT_TOKENS
+        return torch.cat([self._run(part) for part in batch.split(num_tokens)])
 
     def _copy(self, batch: Batch) -> None:
         """What is to be copied before the pass writes, in all layers."""
         if batch.copies is not None:
-            src, dst = (to_device(slots, self.device) for slots in batch.copies)
+            src, dst = self._on_device(*batch.copies)
             for layer in self._layers.values():
                 layer.copy(src, dst)
 
-    def _run_tokenwise(self, batch: Batch) -> Tensor:
-        """On a CPU: one pass of `TOKENWISE_TOKENS` tokens, each attended in a call of its own."""
-        scratch_slot = self.pool.num_pages * self.pool.page_size
-        slots = to_device(_padded_to_size(batch.slots, scratch_slot), self.device)
-        packed = TokenwiseBatch(slots, batch.segments, self._layers)
-        if batch.adapters is not None:
-            packed.adapters = to_device(_padded_to_size(batch.adapters, 0), self.device)
-        token_ids, positions, rows = (
-            to_device(_padded_to_size(part, 0), self.device)
-            for part in (batch.token_ids, batch.positions, batch.rows)
-        )
-        logits = self._logits(packed, token_ids, positions, rows)
-        return logits[: len(batch.rows)].float()
-
     def _run(self, batch: Batch) -> Tensor:
-        logits = self._padded.run(batch) if self._padded is not None else None
-        return self._run_packed(batch).float() if logits is None else logits
+        """The pass in the one way of these that suits it: float32 [len(batch.rows), vocab_size]."""
+        if self._padded is not None and (logits := self._padded.run(batch)) is not None:
+            return logits
+        if self._batch_invariant:
+            return self._run_tokenwise(batch).float()
+        if self._direct is not None and batch.adapters is None:
+            return self._run_directly(batch).float()
+        return self._run_packed(batch).float()
 
     def _run_packed(self, batch: Batch) -> Tensor:
-        """Logits [len(batch.rows), vocab_size] of a batch as it is, in the model's dtype."""
-        slots = to_device(batch.slots, self.device)
-        packed = PackedBatch(slots, batch.segments, self._layers, self.pool.page_size)
-        if batch.adapters is not None:
-            packed.adapters = to_device(batch.adapters, self.device)
+        """The plain way, a batch as it is: logits [len(batch.rows), vocab_size] in the model's dtype."""
+        packed = self._packed(batch, PackedBatch)
         if batch.caches:
             each = batch.segments
             starts, num_query = [one.first_query for one in each], [one.num_query for one in each]
-            packed.recurrence = self._recurrence(batch.caches, starts, num_query, packed.adapters)
-        inputs = self._on_device(batch.token_ids, batch.positions, batch.rows)
-        if self._direct is not None and packed.adapters is None:
-            return self._direct.logits(packed, *inputs)
-        logits = self._logits(packed, *inputs)
+            packed.recurrence = Recurrence(self.model, batch.caches, starts, num_query, packed.adapters)
+        logits = self._logits(packed, *self._inputs(batch))
         if batch.caches:
             packed.recurrence.keep()
         return logits
+
+    def _run_directly(self, batch: Batch) -> Tensor:
+        """As `_run_packed`, without transformers' code."""
+        assert self._direct is not None
+        return self._direct.logits(self._packed(batch, PackedBatch), *self._inputs(batch))
+
+    def _run_tokenwise(self, batch: Batch) -> Tensor:
+        """On a CPU: one pass of `TOKENWISE_TOKENS` tokens, each attended in a call of its own."""
+        row = tokenwise.padded(batch, self.pool.num_pages * self.pool.page_size)
+        inputs = self._on_device(row.token_ids, row.positions, row.rows)
+        return self._logits(self._packed(row, TokenwiseBatch), *inputs)[: len(batch.rows)]
+
+    def _packed(self, batch: Batch, kind: type[PackedBatch]) -> PackedBatch:
+        """What attends in a pass of a batch."""
+        packed = kind(to_device(batch.slots, self.device), batch.segments, self._layers, self.pool.page_size)
+        if batch.adapters is not None:
+            packed.adapters = to_device(batch.adapters, self.device)
+        return packed
 
     def _run_padded(self, inputs: StepInputs) -> Tensor:
         """Logits of a padded step; reads only device memory, so that it can be captured."""
@@ -494,12 +451,14 @@ class ModelRunner(Runner):
         packed = TabledBatch(inputs, self._layers, self.pool.page_size)
         return self._logits(packed, parts.token_ids, parts.positions, parts.rows)
 
-    def _on_device(
-        self, token_ids: IntArray, positions: IntArray, rows: IntArray
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs of `_logits`."""
-        some = None if len(rows) == len(token_ids) else to_device(rows, self.device)
-        return to_device(token_ids, self.device), to_device(positions, self.device), some
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Those of `_logits`."""
+        token_ids, positions = self._on_device(batch.token_ids, batch.positions)
+        are_all = len(batch.rows) == len(batch.token_ids)
+        return token_ids, positions, None if are_all else to_device(batch.rows, self.device)
+
+    def _on_device(self, *columns: IntArray) -> list[Tensor]:
+        return [to_device(each, self.device) for each in columns]
 
     def _logits(
         self, packed: attention.Attend, token_ids: Tensor, positions: Tensor, rows: Tensor | None
@@ -518,14 +477,7 @@ class ModelRunner(Runner):
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **keywords
             )
         logits: Tensor = output.logits[0]
-        if self._states is not None:
-            logits = self._states.beside(logits)
         return logits if rows is None or keywords else logits[rows]
-
-
-def _padded_to_size(numbers: IntArray, filling: int) -> IntArray:
-    """The numbers padded to int64 [TOKENWISE_TOKENS]."""
-    return np.concatenate([numbers, np.full(TOKENWISE_TOKENS - len(numbers), filling, np.int64)])
 
 
 def num_embeddings(model: Any) -> int:

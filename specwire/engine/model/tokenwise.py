@@ -10,41 +10,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specwire.engine.attention import views
-from specwire.engine.batch import Segment
+from specwire.engine.attention.paged import PackedBatch
+from specwire.engine.batch import Batch
 from specwire.engine.cache.kv_cache import Run
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
+from specwire.support import IntArray
+
+TOKENWISE_TOKENS = 16
+"""Tokens of every such pass: a round of one stream is one pass."""
+
+
+def padded(batch: Batch, scratch_slot: int) -> Batch:
+    """The batch as a row of fixed length; padding tokens share a slot that is never read."""
+
+    def filled(numbers: IntArray, filling: int) -> IntArray:
+        return np.concatenate([numbers, np.full(TOKENWISE_TOKENS - len(numbers), filling, np.int64)])
+
+    return batch._replace(
+        token_ids=filled(batch.token_ids, 0),
+        positions=filled(batch.positions, 0),
+        slots=filled(batch.slots, scratch_slot),
+        rows=filled(batch.rows, 0),
+        adapters=None if batch.adapters is None else filled(batch.adapters, 0),
+    )
 
 
 @dataclass
-class TokenwiseBatch:
-    """What attends in such a pass, as `PackedBatch`: a row of fixed length; the segments are its first
-    tokens, and padding tokens share a slot that is never read."""
+class TokenwiseBatch(PackedBatch):
+    """What attends in such a pass; the segments are the first tokens of the row."""
 
-    slots: Tensor
-    segments: Sequence[Segment]
-    layers: dict[nn.Module, LayerCache]
-    adapters: Tensor | None = None
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-    ) -> Tensor:
-        """See `attention.Attend`; padding tokens get zeros."""
-        layer = self.layers[module]
-        layer.write(self.slots, key, value)
+    def read(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+        """See `PackedBatch`; padding tokens get zeros."""
         num_kv_heads, value_dim = layer.values.shape[1:]
         num_heads, num_tokens, head_dim = query.shape[1:]
         grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, head_dim)
-        output = query.new_zeros(*grouped.shape[:3], value_dim)
+        output, window = query.new_zeros(*grouped.shape[:3], value_dim), scoring.sliding_window
         for segment in self.segments:
             memory, start = _in_one_run(layer, segment.runs)
-            for i in range(segment.num_query):
-                run = _seen(segment, i, start, scoring.sliding_window)
-                row = slice(segment.query_offset + i, segment.query_offset + i + 1)
-                output[row] = views.attend_run(grouped[row], memory, run, scoring)
+            for row in range(segment.rows.start, segment.rows.stop):
+                end = segment.first_query + row - segment.query_offset + 1  # after its own key
+                first = 0 if window is None else max(0, end - window)
+                read = views.Read(slice(row, row + 1), [Run(start + first, end - first)])
+                output[read.rows] = views.attend(grouped[read.rows], memory, read, scoring)
         return output.reshape(1, num_tokens, num_heads, value_dim)
 
 
@@ -54,10 +66,3 @@ def _in_one_run(layer: LayerCache, runs: Sequence[Run]) -> tuple[LayerCache, int
         return layer, runs[0].start_slot
     parts = [slice(run.start_slot, run.start_slot + run.num_tokens) for run in runs]
     return LayerCache(*(torch.cat([of[part] for part in parts]) for of in (layer.keys, layer.values))), 0
-
-
-def _seen(segment: Segment, index: int, start: int, window: int | None) -> Run:
-    """The keys that a segment's token sees, in memory whose first slot is `start`."""
-    num_keys = segment.cache_len - segment.num_query + index + 1
-    first = 0 if window is None else max(0, num_keys - window)
-    return Run(start + first, num_keys - first)
