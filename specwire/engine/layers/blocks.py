@@ -70,7 +70,7 @@ class ModelBlocks:
     """
 
     def __init__(self, model: Any) -> None:
-        layers = _layers(model)
+        layers, num_results = _layers(model)
         modules = {
             Block(number, kind): module
             for number, layer in enumerate(layers)
@@ -82,7 +82,9 @@ class ModelBlocks:
                 other = users.setdefault(id(weight), block)
                 if other != block:  # leaving out one would not spare it
                     raise ModelLoadError(f"blocks {other} and {block} share weights")
-        self._parts = {block: _Part(modules[block], num) for block, num in _results(model, modules).items()}
+        self._parts = {
+            block: _Part(each, num_results[each]) for block, each in modules.items() if each in num_results
+        }
         output = model.get_output_embeddings()
         self._num_read = sum(map(_num_bytes, modules.values())) + (_num_bytes(output) if output else 0)
         self.num_layers = len(layers)
@@ -111,10 +113,25 @@ def _nothing(num_results: int) -> Callable[..., Any]:
     return forward
 
 
-def _layers(model: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """The attention and the MLP of each layer, in the order of the passes."""
-    probe = Probe()
-    _run_one_token(model, probe)
+@torch.inference_mode()
+def _layers(model: Any) -> tuple[list[tuple[nn.Module, nn.Module]], dict[nn.Module, int]]:
+    """The attention and the MLP of each layer, in the order of the passes; and how many results every module
+    returns, see `_Part`: in a pass of one token."""
+    from specwire.engine.attention.paged import running  # not above: emulated devices need no transformers
+
+    probe, num_results = Probe(), dict[nn.Module, int]()
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        num_results[module] = len(output) if isinstance(output, tuple) else 0
+
+    row = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        with running(probe):
+            model(input_ids=row, position_ids=row, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
     names = {module: name for name, module in model.named_modules()}
     found = []
     for attention in probe.shapes:
@@ -129,7 +146,7 @@ def _layers(model: Any) -> list[tuple[nn.Module, nn.Module]]:
             kind = type(layer).__name__
             raise ModelLoadError(f"{kind} is not made of one attention and one MLP, which could be left out")
         found.append((attends[0], others[0]))
-    return found
+    return found, num_results
 
 
 def layer_of(model: Any, name: str) -> nn.Module:
@@ -141,34 +158,6 @@ def layer_of(model: Any, name: str) -> nn.Module:
             return found
         name = above
     raise ModelLoadError("its layers are in no list")
-
-
-def _results(model: Any, modules: Mapping[Block, nn.Module]) -> dict[Block, int]:
-    """How many results each block returns."""
-    found: dict[Block, int] = {}
-
-    def noting(block: Block) -> Callable[..., None]:
-        def note(_: Any, __: Any, output: Any) -> None:
-            found[block] = len(output) if isinstance(output, tuple) else 0
-
-        return note
-
-    hooks = [module.register_forward_hook(noting(block)) for block, module in modules.items()]
-    try:
-        _run_one_token(model, Probe())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-@torch.inference_mode()
-def _run_one_token(model: Any, probe: Probe) -> None:
-    from specwire.engine.attention.paged import running  # not above: emulated devices need no transformers
-
-    row = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with running(probe):
-        model(input_ids=row, position_ids=row, use_cache=False)
 
 
 def _num_bytes(module: nn.Module) -> int:

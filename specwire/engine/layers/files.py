@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specwire.config.blocks import Block, parse_skip
 from specwire.config.fields import AUTO
-from specwire.engine.heads.files import replace_file
+from specwire.engine.heads.files import check_target, parse, replace_file
 from specwire.errors import ConfigError, ModelLoadError
 
 BESIDE = "layers.json"
@@ -49,17 +49,11 @@ def save(path: Path, found: Found) -> None:
 def read(path: Path) -> Found:
     """A ModelLoadError, which names the file, if there is none or it is another one."""
     try:
-        given = json.loads(path.read_text())
+        data = path.read_bytes()
     except OSError as error:
         raise ModelLoadError(f"{path}: {error.strerror or error}") from None
-    except ValueError:
-        raise ModelLoadError(f"{path}: is not JSON") from None
-    if not isinstance(given, dict) or given.get("kind") != _KIND:
-        raise ModelLoadError(f"{path}: names no blocks; `specwire search-layers` writes such files")
-    names = [field.name for field in fields(Found)]
-    if missing := [name for name in names if name not in given]:
-        raise ModelLoadError(f"{path}: lacks {', '.join(missing)}")
-    return Found(**{name: given[name] for name in names})
+    otherwise = "names no blocks; `specwire search-layers` writes such files"
+    return parse(Found, data, _KIND, f"{path}:", otherwise)
 
 
 def chosen(layers: str, directory: Path, name: str, fingerprint: str) -> tuple[Block, ...]:
@@ -78,11 +72,7 @@ def chosen(layers: str, directory: Path, name: str, fingerprint: str) -> tuple[B
             return parse_skip("layers", layers)
         path = Path(layers) if is_file else directory / BESIDE
         found = read(path)
-        if found.target_fingerprint != fingerprint:
-            raise ModelLoadError(
-                f"{path}: blocks of {found.target!r} ({found.target_fingerprint or 'no weights'}), not of "
-                f"{name!r} ({fingerprint or 'no weights'})"
-            )
+        check_target(f"{path}: blocks", found, name, fingerprint)
         return parse_skip("layers", found.skip)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from None
