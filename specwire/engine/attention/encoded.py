@@ -83,16 +83,14 @@ class DecoderProbe(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.cross: dict[nn.Module, nn.Module] = {}
-        self._latest: nn.Module | None = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """See `attention.Attend`; the result of a cross-attention is the value of the last token."""
         if key.shape[2] == query.shape[2]:
-            self._latest = module
             return super().attend(module, query, key, value, scoring)
-        name, own = type(module).__name__, self._latest
+        name, own = type(module).__name__, next(reversed(self.shapes), None)
         if own is None or own in self.cross.values():
             raise ModelLoadError(f"{name} reads the input without a self-attention before it")
         shape = self.shapes[own]

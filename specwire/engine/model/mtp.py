@@ -138,8 +138,7 @@ class MtpRunner(NotingRunner):
         Returns:
             [num_tokens, state_size], of the first layer, without the tokens that it does not read.
         """
-        found = states
-        previous = batch.previous_slots()
+        found, previous = states, batch.previous_slots()
         for number in range(first, self._num_layers):
             kept, segments = without_first(batch, number + 1)
             if not len(segments):

@@ -99,7 +99,7 @@ class HeadsRunner(ModelRunner):
         found = torch.empty_like(states)
         for depth in np.unique(query.depths):
             at = np.flatnonzero(query.depths == depth)
-            here, token_ids = (to_device(each, self.device) for each in (at, query.token_ids[at]))
+            here, token_ids = self._on_device(at, query.token_ids[at])
             found[here] = self._heads.advance(states[here], token_ids, int(depth)).to(states.dtype)
         return self._heads.logits(self._nodes.add(query, found))
 
