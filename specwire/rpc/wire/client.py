@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -29,10 +28,11 @@ from specwire.errors import InternalError, InvalidRequestError
 from specwire.rpc.wire.model import (
     RULE_NAMES,
     RULES,
-    params_from_proto,
-    params_to_proto,
+    fields_of,
+    from_message,
     sampling_from_proto,
     sampling_to_proto,
+    to_message,
 )
 from specwire.v1 import generation_pb2
 
@@ -89,11 +89,11 @@ def generate_request(
         raise InvalidRequestError(
             "prompt", sum(given), "give exactly one of prompt, prompt_token_ids, messages"
         )
-    stops = params_to_proto(generation_pb2.StopConditions, params)
-    request = generation_pb2.GenerateRequest(
-        **params_to_proto(generation_pb2.GenerateRequest, params),
+    request = to_message(
+        generation_pb2.GenerateRequest,
+        params,
         sampling=sampling_to_proto(params),
-        stop_conditions=generation_pb2.StopConditions(**stops, max_tokens=params.max_tokens or 0),
+        stop_conditions=to_message(generation_pb2.StopConditions, params, max_tokens=params.max_tokens or 0),
         keep_special_tokens=not params.skip_special_tokens,
         prompt_only=params.max_tokens == 0,
         credit_tokens=credit_tokens,
@@ -136,9 +136,7 @@ def resuming_request(
 
 def resume_info_from_proto(message: generation_pb2.ResumeInfo) -> ResumeInfo:
     """The resume info of a stream's first message."""
-    return ResumeInfo(
-        seed=message.seed, rule=_RULE_NAMES[message.rule], context_digest=message.context_digest
-    )
+    return from_message(ResumeInfo, message, rule=_RULE_NAMES[message.rule])
 
 
 def _checked_ids(token_ids: Sequence[int]) -> Sequence[int]:
@@ -257,7 +255,8 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     """All parameters of a client's request."""
     stops = request.stop_conditions
     fields: dict[str, Any] = {"skip_special_tokens": not request.keep_special_tokens}
-    fields |= sampling_from_proto(request.sampling) | params_from_proto(stops) | params_from_proto(request)
+    fields |= sampling_from_proto(request.sampling)
+    fields |= fields_of(stops, SamplingParams) | fields_of(request, SamplingParams)
     if stops.HasField("max_tokens"):
         fields["max_tokens"] = stops.max_tokens or None
     if request.prompt_only:
@@ -266,8 +265,7 @@ def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
 
 
 def _beams_to_proto(params: SamplingParams) -> generation_pb2.BeamSearch:
-    own, stopping = params_to_proto(generation_pb2.BeamSearch, params), _STOPPING[params.early_stopping]
-    return generation_pb2.BeamSearch(**own, early_stopping=stopping)
+    return to_message(generation_pb2.BeamSearch, params, early_stopping=_STOPPING[params.early_stopping])
 
 
 def _beams_from_proto(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
@@ -280,7 +278,7 @@ def _beams_from_proto(request: generation_pb2.GenerateRequest) -> dict[str, Any]
     if message.early_stopping not in _STOPPING_NAMES:
         problem = "is not known in this protocol version"
         raise InvalidRequestError("early_stopping", message.early_stopping, problem)
-    return params_from_proto(message) | {
+    return fields_of(message, SamplingParams) | {
         "early_stopping": _STOPPING_NAMES[message.early_stopping],
         "num_return_sequences": message.num_return_sequences or 1,
     }
@@ -404,9 +402,9 @@ class OpenChunk:
         if speculation is not None:
             chunk.speculation.CopyFrom(_speculation_to_proto(speculation))
         if timing is not None:
-            chunk.timing.CopyFrom(generation_pb2.GenerationTiming(**_fields(timing)))
+            chunk.timing.CopyFrom(to_message(generation_pb2.GenerationTiming, timing))
         if tree is not None:
-            chunk.tree.CopyFrom(generation_pb2.DraftTree(**_fields(tree)))
+            chunk.tree.CopyFrom(to_message(generation_pb2.DraftTree, tree))
         self._open()
         return response
 
@@ -421,9 +419,9 @@ def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
         rejected=tuple(_token_from_proto(token, sources) for token in message.rejected),
         first_index=message.first_index,
         speculation=_speculation_from_proto(message.speculation) if message.HasField("speculation") else None,
-        timing=_noun(Timing, message.timing) if message.HasField("timing") else None,
+        timing=from_message(Timing, message.timing) if message.HasField("timing") else None,
         held=tuple(_token_from_proto(token, sources) for token in message.held),
-        tree=_noun(DraftTree, message.tree) if message.HasField("tree") else None,
+        tree=from_message(DraftTree, message.tree) if message.HasField("tree") else None,
         prompt=tuple(_token_from_proto(token, sources) for token in message.prompt),
     )
 
@@ -454,23 +452,20 @@ def _reported(token_id: int, logprobs: Logprobs | None) -> dict[str, Any]:
 def completion_to_proto(completion: Completion) -> generation_pb2.Completion:
     """The end of a stream; its chunks have text and token ids."""
     reason = completion.stop_reason
-    return generation_pb2.Completion(
+    return to_message(
+        generation_pb2.Completion,
+        completion,
         finish_reason=_FINISH_REASONS[completion.finish_reason],
         stop_string=reason if isinstance(reason, str) else None,
         stop_token_id=reason if isinstance(reason, int) else None,
-        seed=completion.seed,
         rule=RULES[completion.rule],
-        model=completion.model,
-        usage=generation_pb2.Usage(**_fields(completion.usage)),
+        usage=to_message(generation_pb2.Usage, completion.usage),
         speculation=_speculation_to_proto(completion.speculation),
-        timing=generation_pb2.GenerationTiming(**_fields(completion.timing)),
-        reproducible=completion.reproducible,
-        why_not_reproducible=completion.why_not_reproducible,
+        timing=to_message(generation_pb2.GenerationTiming, completion.timing),
         hypotheses=[
-            generation_pb2.Hypothesis(
-                token_ids=found.token_ids,
-                text=found.text,
-                score=found.score,
+            to_message(
+                generation_pb2.Hypothesis,
+                found,
                 finish_reason=_FINISH_REASONS[found.finish_reason],
                 stop_token_id=found.stop_reason,
             )
@@ -484,26 +479,23 @@ def completion_from_proto(
 ) -> Completion:
     """The completion of a generation with these tokens, which was resumed `num_resumes` times."""
     which = message.WhichOneof("stop_reason")
-    return Completion(
+    return from_message(
+        Completion,
+        message,
         text="".join(token.text for token in tokens),
         token_ids=tuple(token.token_id for token in tokens),
-        finish_reason=_FINISH_REASON_NAMES[message.finish_reason],
-        usage=_noun(Usage, message.usage),
-        speculation=_speculation_from_proto(message.speculation),
-        timing=_noun(Timing, message.timing),
-        stop_reason=getattr(message, which) if which else None,
-        seed=message.seed,
-        rule=_RULE_NAMES[message.rule],
-        model=message.model,
         tokens=tuple(tokens),
         num_resumes=num_resumes,
-        reproducible=message.reproducible,
-        why_not_reproducible=message.why_not_reproducible,
+        finish_reason=_FINISH_REASON_NAMES[message.finish_reason],
+        stop_reason=getattr(message, which) if which else None,
+        rule=_RULE_NAMES[message.rule],
+        usage=from_message(Usage, message.usage),
+        speculation=_speculation_from_proto(message.speculation),
+        timing=from_message(Timing, message.timing),
         hypotheses=tuple(
-            Hypothesis(
-                text=found.text,
-                token_ids=tuple(found.token_ids),
-                score=found.score,
+            from_message(
+                Hypothesis,
+                found,
                 finish_reason=_FINISH_REASON_NAMES[found.finish_reason],
                 stop_reason=found.stop_token_id if found.HasField("stop_token_id") else None,
             )
@@ -513,27 +505,10 @@ def completion_from_proto(
 
 
 def _speculation_to_proto(speculation: Speculation) -> generation_pb2.Speculation:
-    fields = _fields(speculation)
-    by_source = [generation_pb2.SourceCounts(**_fields(counts)) for counts in fields.pop("by_source")]
-    return generation_pb2.Speculation(**fields, by_source=by_source)
+    by_source = [to_message(generation_pb2.SourceCounts, counts) for counts in speculation.by_source]
+    return to_message(generation_pb2.Speculation, speculation, by_source=by_source)
 
 
 def _speculation_from_proto(message: generation_pb2.Speculation) -> Speculation:
-    by_source = tuple(_noun(SourceCounts, counts) for counts in message.by_source)
-    counts: Speculation = _noun(Speculation, message)
-    return replace(counts, by_source=by_source)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
-def _noun(kind: Any, message: Any) -> Any:
-    """A dataclass from the message with the same field names; repeated fields become tuples."""
-    return kind(
-        **{
-            name: value if isinstance(value, str | int | float) else tuple(value)
-            for name in kind.__dataclass_fields__
-            for value in [getattr(message, name)]
-        }
-    )
+    by_source = tuple(from_message(SourceCounts, counts) for counts in message.by_source)
+    return from_message(Speculation, message, by_source=by_source)

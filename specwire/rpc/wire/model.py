@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from specwire.core import PARAMETERS, Learning, Load, ModelInfo, Rule, SamplingParams
+from google.protobuf.message import Message
+
+from specwire.core import Learning, Load, ModelInfo, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2
 
+Sent = TypeVar("Sent", bound=Message)
+Noun = TypeVar("Noun")
 RULES = {rule: getattr(common_pb2, f"RULE_{rule.name}") for rule in Rule}
 RULE_NAMES = {number: rule for rule, number in RULES.items()}
 
 
-# --- sampling parameters --------------------------------------------------------------------------
-
-_TRANSLATED = ("rule", "grammar", "max_tokens", "early_stopping")
+# --- fields by their names ------------------------------------------------------------------------
 
 
-def params_to_proto(message: type[Any], params: SamplingParams) -> dict[str, Any]:
-    """Arguments of a message: the parameters that it has under their names, and in their form."""
-    return {name: getattr(params, name) for name in _same_names(message.DESCRIPTOR)}
+def to_message(kind: type[Sent], noun: Any, **others: Any) -> Sent:
+    """A message with the fields of a dataclass that it has under the same names, and with others."""
+    given = {name: getattr(noun, name) for name in _same_names(kind.DESCRIPTOR, noun.__class__)}
+    given.update(others)
+    return kind(**given)
 
 
-def params_from_proto(message: Any) -> dict[str, Any]:
-    """The same, as arguments of `SamplingParams`; fields that are unset are left out."""
-    return {
-        name: getattr(message, name)
-        for name, can_be_unset in _same_names(message.DESCRIPTOR).items()
-        if not can_be_unset or message.HasField(name)
-    }
+def from_message(kind: type[Noun], message: Any, **others: Any) -> Noun:
+    """A dataclass with the fields of a message that it has under the same names, and with others."""
+    return kind(**fields_of(message, kind) | others)
+
+
+def fields_of(message: Any, kind: Any) -> dict[str, Any]:
+    """The fields of a message that are set, or cannot be unset, and that a dataclass has too."""
+    found = {}
+    for name, (is_optional, is_list) in _same_names(message.DESCRIPTOR, kind).items():
+        if not is_optional or message.HasField(name):
+            value = getattr(message, name)
+            found[name] = tuple(value) if is_list else value
+    return found
 
 
 @functools.cache
-def _same_names(descriptor: Any) -> dict[str, bool]:
-    """The parameters of a message that are not `_TRANSLATED`, and whether they can be unset."""
-    shared = [field for field in descriptor.fields if field.name in PARAMETERS]
-    return {field.name: field.has_presence for field in shared if field.name not in _TRANSLATED}
+def _same_names(descriptor: Any, kind: Any) -> dict[str, tuple[bool, bool]]:
+    """The fields of both: whether they can be unset, and whether they are lists of values."""
+    return {
+        each.name: (each.has_presence, each.is_repeated and each.message_type is None)
+        for each in descriptor.fields
+        if each.name in kind.__dataclass_fields__
+    }
+
+
+# --- sampling parameters --------------------------------------------------------------------------
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -49,11 +66,8 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         kind, texts = params.grammar.kind, params.grammar.choice
         given: Any = common_pb2.Choice(texts=texts) if texts else getattr(params.grammar, kind)
         grammar = common_pb2.Grammar(**{kind: given})
-    return common_pb2.SamplingParams(
-        **params_to_proto(common_pb2.SamplingParams, params),
-        rule=RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED,
-        grammar=grammar,
-    )
+    rule = RULES[params.rule] if params.rule else common_pb2.RULE_UNSPECIFIED
+    return to_message(common_pb2.SamplingParams, params, rule=rule, grammar=grammar)
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
@@ -68,7 +82,8 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> dict[str, Any]:
         given: Any = getattr(message.grammar, kind)
         fields: dict[str, Any] = {kind: tuple(given.texts) if kind == "choice" else given}
         grammar = Grammar(**fields)
-    return params_from_proto(message) | {"rule": RULE_NAMES.get(message.rule), "grammar": grammar}
+    translated = {"rule": RULE_NAMES.get(message.rule), "grammar": grammar}
+    return fields_of(message, SamplingParams) | translated
 
 
 def opened_params(message: common_pb2.OpenSequence) -> SamplingParams:
@@ -114,18 +129,18 @@ def open_sequence(
 # --- draft and verify -----------------------------------------------------------------------------
 
 
+_LOAD = operator.attrgetter(*Load.__dataclass_fields__)  # one in each answer of verify
+
+
 def load_to_proto(load: Load) -> common_pb2.Load:
-    """The noun has the message's names."""
-    return common_pb2.Load(**{name: getattr(load, name) for name in _LOAD})
+    return to_message(common_pb2.Load, load)
 
 
 def load_from_proto(message: common_pb2.Load) -> Load:
-    """The load of a response."""
-    counts = {name: getattr(message, name) for name in _LOAD}
-    return Load(**counts | {"num_sequences": max(1, message.num_sequences)})
+    load = Load(*_LOAD(message))
+    return load if load.num_sequences else replace(load, num_sequences=1)
 
 
-_LOAD = [*Load.__dataclass_fields__]
 _CAPABILITIES = {
     "prepares_outcomes": common_pb2.CAPABILITY_PREPARED_OUTCOMES,
     "batch_invariant": common_pb2.CAPABILITY_BATCH_INVARIANT,
@@ -133,29 +148,26 @@ _CAPABILITIES = {
     "drafts": common_pb2.CAPABILITY_DRAFTS,
     "grammars": common_pb2.CAPABILITY_GRAMMARS,
 }
-_MODEL_INFO = [
-    name for name in ModelInfo.__dataclass_fields__ if name not in {*_CAPABILITIES, "learning", "costs"}
-]
-_LEARNING = [*Learning.__dataclass_fields__]
 
 
 def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
-    """Field by field: the noun has the message's names, capabilities apart."""
-    fields = {name: getattr(info, name) for name in _MODEL_INFO}
-    capabilities = [number for name, number in _CAPABILITIES.items() if getattr(info, name)]
-    learning = common_pb2.Learning(**asdict(info.learning)) if info.learning else None
-    costs = load_to_proto(info.costs) if info.costs else None
-    return common_pb2.ModelInfo(**fields, capabilities=capabilities, learning=learning, costs=costs)
+    """What a model service says of itself."""
+    return to_message(
+        common_pb2.ModelInfo,
+        info,
+        capabilities=[number for name, number in _CAPABILITIES.items() if getattr(info, name)],
+        learning=to_message(common_pb2.Learning, info.learning) if info.learning else None,
+        costs=load_to_proto(info.costs) if info.costs else None,
+    )
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     """The same from the message."""
-    fields = {name: getattr(message, name) for name in _MODEL_INFO}
-    fields |= {name: number in message.capabilities for name, number in _CAPABILITIES.items()}
-    fields |= {name: tuple(fields[name]) for name in ("eos_token_ids", "decoder_token_ids", "devices")}
-    fields["adapters"] = dict(sorted(message.adapters.items()))  # a map of the wire has no order
-    if message.HasField("costs"):
-        fields["costs"] = load_from_proto(message.costs)
-    if message.HasField("learning"):
-        fields["learning"] = Learning(**{name: getattr(message.learning, name) for name in _LEARNING})
-    return ModelInfo(**fields)
+    return from_message(
+        ModelInfo,
+        message,
+        **{name: number in message.capabilities for name, number in _CAPABILITIES.items()},
+        learning=from_message(Learning, message.learning) if message.HasField("learning") else None,
+        costs=load_from_proto(message.costs) if message.HasField("costs") else None,
+        adapters=dict(message.adapters),
+    )

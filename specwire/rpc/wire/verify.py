@@ -225,8 +225,8 @@ def response_to_proto(
 
 
 def _continuations_from_proto(message: verify_pb2.VerifyResponse, num: int) -> Sequence[Continuation]:
-    """Those of all answers; none if there is none for any."""
-    if not message.HasField("continuations"):
+    """Those of all answers; none if there is none for any, and no proposal after one."""
+    if not (message.HasField("continuations") or message.HasField("next")):
         return []
     ahead_ids, next_token_ids = columns.read(message.continuations, num, _CONTINUATION)
     counts, path = columns.read_lists(message.continuations, num, "num_accepted", "path", "<i1")
@@ -238,10 +238,8 @@ def _next_from_proto(
     message: verify_pb2.VerifyResponse, continuations: Sequence[Continuation], vocab_size: int
 ) -> Sequence[Proposal | None]:
     """What the service proposes by itself after each answer; None where it proposes nothing."""
-    num = len(message.sequence_ids)
     if not message.HasField("next"):
-        return [None] * num
-    columns.read(message.continuations, num, ["ahead_ids"])
+        return [None] * len(message.sequence_ids)
     base_lens = [
         base_len + each.outcome.num_accepted + 1
         for base_len, each in zip(message.base_lens, continuations, strict=True)
