@@ -139,7 +139,18 @@ class UnauthenticatedError(SpecwireError):
     reason = "UNAUTHENTICATED"
 
 
-class ResourceExhaustedError(SpecwireError):
+class _RetryableError(Exception):
+    """What errors have that say when to try again."""
+
+    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
+        self.retry_after_ms = retry_after_ms
+        super().__init__(message)
+
+    def details(self) -> dict[str, str]:
+        return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
+
+
+class ResourceExhaustedError(_RetryableError, SpecwireError):
     """A limit is reached (memory, streams, message size).
 
     Attributes:
@@ -149,15 +160,8 @@ class ResourceExhaustedError(SpecwireError):
     status = "RESOURCE_EXHAUSTED"
     reason = "RESOURCE_EXHAUSTED"
 
-    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
-        self.retry_after_ms = retry_after_ms
-        super().__init__(message)
 
-    def details(self) -> dict[str, str]:
-        return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
-
-
-class ServiceUnavailableError(SpecwireError):
+class ServiceUnavailableError(_RetryableError, SpecwireError):
     """The service cannot be reached, was lost, or is shutting down.
 
     Attributes:
@@ -166,13 +170,6 @@ class ServiceUnavailableError(SpecwireError):
 
     status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
-
-    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
-        self.retry_after_ms = retry_after_ms
-        super().__init__(message)
-
-    def details(self) -> dict[str, str]:
-        return {} if self.retry_after_ms is None else {"retry_after_ms": str(self.retry_after_ms)}
 
 
 class ServiceLoadingError(ServiceUnavailableError):
@@ -230,7 +227,7 @@ def rebuild(reason: str, fields: Mapping[str, str], message: str) -> SpecwireErr
         return kind(fields["field"], fields["value"], fields["problem"])
     if kind is PrefixMismatchError:
         return PrefixMismatchError(_count(fields["base_len"]), _count(fields["held_len"]))
-    if issubclass(kind, ResourceExhaustedError | ServiceUnavailableError):
+    if issubclass(kind, _RetryableError):
         return kind(message, _count(fields["retry_after_ms"]) if "retry_after_ms" in fields else None)
     return kind(message)
 
