@@ -125,9 +125,9 @@ def _made_again(kind: str) -> Callable[..., Callable[..., Any]]:
     return make
 
 
-class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
-    """Checks its files before each call. When they have changed, the call goes over a new connection, and the
-    old one is closed after its last call."""
+class _CredentialChannel:
+    """What stubs and callers need of a channel. It checks its files before each call: when they have changed,
+    the call goes over a new connection, and the old one is closed after its last call."""
 
     def __init__(self, address: str, options: Options, credentials: Credentials) -> None:
         self._address = address
@@ -168,15 +168,6 @@ class _CredentialChannel(grpc.aio.Channel):  # type: ignore[misc]
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self.current().get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self.current().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self.current().channel_ready()
 
     unary_unary = _made_again("unary_unary")
     unary_stream = _made_again("unary_stream")
