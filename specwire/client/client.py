@@ -14,9 +14,6 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequenc
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-import grpc
-import grpc.aio
-
 from specwire.client import arguments
 from specwire.client.arguments import Messages, Prompt
 from specwire.client.endpoints import Endpoint, Endpoints
@@ -27,7 +24,6 @@ from specwire.completion import Completion
 from specwire.config.security.tls import TLS, Credentials
 from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
 from specwire.errors import RequestCancelledError, SpecwireError
-from specwire.rpc import channel
 from specwire.rpc.wire.client import generate_request
 from specwire.rpc.wire.model import model_info_from_proto
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles, fetch
@@ -78,13 +74,8 @@ class AsyncClient:
         self._retry = retry
         self._credentials = Credentials(tls=tls, token=token, allow_plaintext=allow_plaintext)
         self._tracer = tracer
-        self._endpoints = Endpoints([Endpoint(each, self._open_channel) for each in self._addresses], retry)
+        self._endpoints = Endpoints([Endpoint(each, self._credentials) for each in self._addresses], retry)
         self._streams: set[AsyncStream] = set()
-
-    def _open_channel(self, address: str) -> grpc.aio.Channel:
-        return channel.open_channel(
-            address, credentials=self._credentials, keepalive=channel.TOWARDS_CLIENTS, is_shared=False
-        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -166,32 +157,11 @@ class AsyncClient:
             span.end(len(stream.tokens))
 
     async def generate(
-        self,
-        prompt: str | None = None,
-        params: SamplingParams | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-        traceparent: str | TraceContext = "",
-        token: str = "",
-        request_id: str = "",
+        self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """Generate to the end. Arguments and errors as for `stream`."""
-        async with self.stream(
-            prompt,
-            params,
-            prompt_token_ids=prompt_token_ids,
-            messages=messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            timeout_s=timeout_s,
-            traceparent=traceparent,
-            token=token,
-            request_id=request_id,
-        ) as stream:
+        """Generate to the end; options and errors as for `stream`."""
+        arguments.options(options)
+        async with self.stream(prompt, params, **options) as stream:
             async for _ in stream:
                 pass
             return stream.completion
@@ -380,8 +350,7 @@ class Client:
     def generate(
         self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """Generate to the end; options and errors as for `AsyncClient.generate`."""
-        arguments.options(options)
+        """Generate to the end; options and errors as for `AsyncClient.stream`."""
         return self._run(self._client.generate(prompt, params, **options))
 
     def generate_many(

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from specwire.client.resume import NotServedError, RetryPolicy, combined_error, may_serve_elsewhere
+from specwire.client.resume import NotServedError, RetryPolicy, Search, may_serve_elsewhere
+from specwire.config.security.tls import Credentials
 from specwire.errors import (
     InvalidRequestError,
     RequestCancelledError,
     ResourceExhaustedError,
-    ServiceDrainingError,
     ServiceUnavailableError,
     SpecwireError,
     StreamIdleError,
 )
-from specwire.rpc import statuses
-from specwire.rpc.channel import LeftChannels
+from specwire.rpc import channel, statuses
 from specwire.rpc.connecting import CLIENT, explain
 from specwire.v1 import generation_pb2_grpc
 
@@ -36,14 +36,16 @@ class Endpoint:
 
     was_reached = False
 
-    def __init__(self, address: str, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
-        self._open_channel = open_channel
-        self._left = LeftChannels()
+        self._credentials = credentials
+        self._left = channel.LeftChannels()
         self._connect()
 
     def _connect(self) -> None:
-        self._channel = self._open_channel(self.address)
+        self._channel = channel.open_channel(
+            self.address, credentials=self._credentials, keepalive=channel.TOWARDS_CLIENTS, is_shared=False
+        )
         self.stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     def problem(self, error: grpc.RpcError, stub: Any) -> NotServedError | SpecwireError:
@@ -99,37 +101,32 @@ class Endpoints:
     ) -> Any:
         """The response of the first that serves the call, within a timeout for all of them. Where one of them
         shuts down, another one may take its place: they are asked again, within the patience."""
-        now_s = asyncio.get_running_loop().time()
-        ends_s, until_s = now_s + timeout_s, now_s + min(timeout_s, self._retry.patience_s)
+        now_s = asyncio.get_running_loop().time
+        ends_s, patient_until_s = now_s() + timeout_s, now_s() + min(timeout_s, self._retry.patience_s)
+        index, pause_s = self.preferred, 0.0
+        search: Search | None = None
         while True:
-            try:
-                return await self._unary_once(method, request, ends_s, metadata)
-            except ServiceDrainingError:
-                if asyncio.get_running_loop().time() + self._retry.pause_s >= until_s:
-                    raise
-            await asyncio.sleep(self._retry.pause_s)
-
-    async def _unary_once(
-        self, method: str, request: Any, ends_s: float, metadata: Sequence[tuple[str, str]]
-    ) -> Any:
-        refusals: list[NotServedError] = []
-        for i in range(len(self)):
-            index = (self.preferred + i) % len(self)
-            left_s = ends_s - asyncio.get_running_loop().time()
-            if refusals and left_s <= 0:
-                break
+            await asyncio.sleep(pause_s)
             stub = self[index].stub
             try:
-                answer = await getattr(stub, method)(request, timeout=left_s, metadata=metadata)
+                answer = await getattr(stub, method)(request, timeout=ends_s - now_s(), metadata=metadata)
             except grpc.RpcError as error:
                 problem = self[index].problem(error, stub)
-                if not isinstance(problem, NotServedError):
-                    raise problem from None
-                refusals.append(problem)
             else:
                 self.preferred = index
                 return answer
-        raise combined_error(refusals) from None
+            if not isinstance(problem, NotServedError):
+                raise problem
+            if search is None:
+                until_s = patient_until_s if problem.is_draining else -math.inf
+                search = Search(
+                    self._retry, len(self), index, problem, until_s=until_s, full_until_s=-math.inf
+                )
+            search.refused(index, problem)
+            turn = search.next(now_s())
+            if turn is None or now_s() >= ends_s:
+                raise search.error
+            index, pause_s = turn
 
     async def close(self) -> None:
         for endpoint in self._endpoints:

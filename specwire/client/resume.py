@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specwire.client.errors import GenerationIdleError, GenerationLostError
@@ -88,16 +87,6 @@ def may_serve_elsewhere(error: SpecwireError) -> bool:
     )
 
 
-def combined_error(refusals: Sequence[NotServedError]) -> SpecwireError:
-    """One error for all refusals: the most helpful one, or else all messages together."""
-    full = [r.error for r in refusals if isinstance(r.error, ResourceExhaustedError)]
-    if full:
-        return min(full, key=lambda error: error.retry_after_ms or 0)
-    if len(refusals) == 1:
-        return refusals[0].error
-    return ServiceUnavailableError("; ".join(str(refusal) for refusal in refusals))
-
-
 class Search:
     """The search for a coordinator to serve a request that one has just refused, or lost.
 
@@ -155,8 +144,11 @@ class Search:
 
     @property
     def error(self) -> SpecwireError:
-        """Why none serves it."""
-        return combined_error(list(self._refusals.values()))
+        """Why none serves it: the most helpful refusal, or else all messages together."""
+        errors = [refusal.error for refusal in self._refusals.values()]
+        if full := [error for error in errors if isinstance(error, ResourceExhaustedError)]:
+            return min(full, key=lambda error: error.retry_after_ms or 0)
+        return errors[0] if len(errors) == 1 else ServiceUnavailableError("; ".join(map(str, errors)))
 
 
 class ReceivedTokens:

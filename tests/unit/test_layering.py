@@ -37,7 +37,6 @@ WITH_GRPC = {
     "coordinator/peers/streams.py",
     "coordinator/totals.py",
     "specwire/cli/status.py",
-    "specwire/client/client.py",
     "specwire/client/endpoints.py",
     "specwire/client/streaming.py",
     *(f"specwire/rpc/{path.name}" for path in sorted((ROOT / "specwire/rpc").glob("*.py"))),
