@@ -169,5 +169,5 @@ def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
         **{name: number in message.capabilities for name, number in _CAPABILITIES.items()},
         learning=from_message(Learning, message.learning) if message.HasField("learning") else None,
         costs=load_from_proto(message.costs) if message.HasField("costs") else None,
-        adapters=dict(message.adapters),
+        adapters=dict(sorted(message.adapters.items())),  # a map has no order
     )
