@@ -157,11 +157,32 @@ class AsyncClient:
             span.end(len(stream.tokens))
 
     async def generate(
-        self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        traceparent: str | TraceContext = "",
+        token: str = "",
+        request_id: str = "",
     ) -> Completion:
-        """Generate to the end; options and errors as for `stream`."""
-        arguments.options(options)
-        async with self.stream(prompt, params, **options) as stream:
+        """Generate to the end. Arguments and errors as for `stream`."""
+        async with self.stream(
+            prompt,
+            params,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            timeout_s=timeout_s,
+            traceparent=traceparent,
+            token=token,
+            request_id=request_id,
+        ) as stream:
             async for _ in stream:
                 pass
             return stream.completion
@@ -350,7 +371,8 @@ class Client:
     def generate(
         self, prompt: str | None = None, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """Generate to the end; options and errors as for `AsyncClient.stream`."""
+        """Generate to the end; options and errors as for `AsyncClient.generate`."""
+        arguments.options(options)
         return self._run(self._client.generate(prompt, params, **options))
 
     def generate_many(
