@@ -38,7 +38,8 @@ from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.rows import draw_supported
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import IntArray, Support, certain
-from verify_service.own import Judged, Noise, OwnDrafts
+from verify_service.own import Noise, OwnDrafts
+from verify_service.verifier import VerifyJob
 
 log = logging.getLogger(__name__)
 
@@ -168,40 +169,39 @@ class GrownDrafts(OwnDrafts):
         has_trees = service.info.trees and OWN_METHODS[config.own.source].has_trees
         return cls(service.runner, may_be_tree=has_trees)
 
-    def propose(self, judged: Sequence[Judged]) -> None:
+    def propose(self, jobs: Sequence[VerifyJob]) -> None:
         """See `OwnDrafts`. Where there is no room, with the tokens that there was room for."""
         self.num_passes = self.num_nodes = self.num_hosted = self.prefill_ns = 0
         self._grown = {sequence: grown for sequence, grown in self._grown.items() if not sequence.closed}
         try:
-            growing = [found for each in judged if (found := self.begin(each)) is not None]
+            growing = [found for job in jobs if (found := self.begin(job)) is not None]
             try:
                 if growing:
                     self.grow(growing)
             except (SpecwireError, DeviceLostError) as error:  # the next pass finds a device lost, too
                 log.debug("no more is drafted: %s", error)
-            for sequence, drafting, _, _ in judged:
-                drafting.proposal = self._proposal(sequence)
+            for job in jobs:
+                job.drafted = self._proposal(job.sequence)
         except Exception:
             log.exception("drafting failed")
 
-    def begin(self, judged: Judged) -> Growing | None:
+    def begin(self, job: VerifyJob) -> Growing | None:
         """Apply the rule, learn from the outcome, and begin what follows it; None if nothing is to."""
-        sequence, drafting, row, verdict = judged
+        sequence, base_len, row = job.sequence, job.committed_len, job.first_row
         kind = sequence.encoded.traits & MATCHED
-        emitted = drafting.judge(sequence, verdict)
-        base_len = drafting.judged.base_len
+        emitted = job.judge()
         before = self._grown.pop(sequence, None)
         if before is not None and len(before.committed) == base_len:
             before.growth.learn(emitted)
         committed = [*sequence.tokens[:base_len], *emitted]
-        depth = drafting.depth(len(committed))
+        depth = job.draft_depth(len(committed))
         if not depth:
             return None
-        is_tree = self._may_be_tree and bool(kind) and drafting.wanted.max_depth > 0
-        size = drafting.wanted.num_draft_tokens if is_tree else depth
+        is_tree = self._may_be_tree and bool(kind) and job.wanted.max_depth > 0
+        size = job.wanted.num_draft_tokens if is_tree else depth
         growth = TreeGrowth(size, depth, self._calibrations[kind])
-        if drafting.outcome is not None and drafting.outcome.path:
-            row += drafting.outcome.path[-1] + 1  # whose state the outcome goes on from
+        if job.outcome is not None and job.outcome.path:
+            row += job.outcome.path[-1] + 1  # whose state the outcome goes on from
         num_ranked = NUM_RANKS if is_tree else 1
         # The masks of a grammar may fail, or be late, for one token and not for another: none is drawn then.
         is_drawn = self.draws and not kind and sequence.grammar is None

@@ -20,17 +20,17 @@ from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
 from specwire.proposals.tree import TokenTree
 from verify_service.grown import Growing, GrownDrafts, Node
-from verify_service.own import Judged
 from verify_service.threshold import Threshold
+from verify_service.verifier import VerifyJob
 
 
 class PagedDrafts(GrownDrafts):
-    def begin(self, judged: Judged) -> Growing | None:
+    def begin(self, job: VerifyJob) -> Growing | None:
         """See `GrownDrafts`. The sequence goes on as the coordinator's next request will have it do."""
-        found = super().begin(judged)
+        found = super().begin(job)
         if found is None:
             return None
-        sequence, base_len = judged.sequence, judged.verdict.base_len
+        sequence, base_len = job.sequence, job.committed_len
         sequence.rebase(base_len, found.committed[base_len:])
         # Pages that others read may have kept a path of a tree from moving together.
         return found if sequence.cache.length == len(found.committed) - 1 else None
@@ -70,12 +70,12 @@ class BlockDrafts(PagedDrafts):
     """See `GrownDrafts`. A block is drafted in one pass, with a mask in place of each draft token: candidates
     at a depth are the same after all nodes of the depth before, and trees cost nothing more."""
 
-    def begin(self, judged: Judged) -> Growing | None:
+    def begin(self, job: VerifyJob) -> Growing | None:
         """See `GrownDrafts`; no path is longer than a block."""
-        most, wanted = self._runner.draft_shape.longest, judged.drafting.wanted
+        most, wanted = self._runner.draft_shape.longest, job.wanted
         name = "max_depth" if wanted.max_depth else "num_draft_tokens"
-        judged.drafting.wanted = replace(wanted, **{name: min(getattr(wanted, name), most)})
-        return super().begin(judged)
+        job.wanted = replace(wanted, **{name: min(getattr(wanted, name), most)})
+        return super().begin(job)
 
     def grow(self, growing: list[Growing]) -> None:
         """See `GrownDrafts`; nothing near the end of the context."""
@@ -101,16 +101,15 @@ class LayersDrafts(PagedDrafts):
         super().__init__(runner, may_be_tree=may_be_tree)
         self._thresholds: WeakKeyDictionary[TokenSequence, Threshold] = WeakKeyDictionary()
 
-    def begin(self, judged: Judged) -> Growing | None:
+    def begin(self, job: VerifyJob) -> Growing | None:
         """See `GrownDrafts`; how the last proposal fared says where the next one ends."""
-        sequence, drafting, *_ = judged
-        before, num_drafted = self._grown.get(sequence), len(drafting.judged.token_ids)
-        found = super().begin(judged)
-        threshold = self._thresholds.setdefault(sequence, Threshold())
-        if before is not None and num_drafted and drafting.judged.base_len == len(before.committed):
-            assert drafting.outcome is not None
+        before, num_drafted = self._grown.get(job.sequence), len(job.proposal.token_ids)
+        found = super().begin(job)
+        threshold = self._thresholds.setdefault(job.sequence, Threshold())
+        if before is not None and num_drafted and job.committed_len == len(before.committed):
+            assert job.outcome is not None
             was_longest = num_drafted == before.growth.max_depth
-            threshold.learn(drafting.outcome.num_accepted, num_drafted, was_longest=was_longest)
+            threshold.learn(job.outcome.num_accepted, num_drafted, was_longest=was_longest)
         return found
 
     def open_after(self, growing: Growing) -> list[int]:

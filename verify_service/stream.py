@@ -24,7 +24,6 @@ from specwire.core import (
     Rule,
     SamplingParams,
     Timings,
-    Verdict,
     Wanted,
 )
 from specwire.engine import serving
@@ -40,9 +39,8 @@ from specwire.rpc.wire.verify import AheadOrder, VerifyAnswer, VerifyOrder
 from specwire.telemetry import tracing
 from specwire.telemetry.tracing import Span
 from specwire.v1 import common_pb2, verify_pb2
-from verify_service.ahead import MAX_AHEAD, Ahead, Next
-from verify_service.own import Drafting, Going
-from verify_service.verifier import VerifyJob
+from verify_service.ahead import MAX_AHEAD, Ahead
+from verify_service.verifier import Going, VerifyJob
 
 log = logging.getLogger(__name__)
 
@@ -52,43 +50,37 @@ class _State:
     """What is kept for a sequence.
 
     Attributes:
-        ahead: None if it may not go on by itself.
-        begun: rounds that it began by itself, oldest first, and that the coordinator has not asked for yet.
         going: with what the service proposes, or without a proposal.
         is_drafted: whether the service proposes for it by itself.
+        ahead: None if it may not go on by itself.
+        begun: rounds that it began by itself, oldest first, and that the coordinator has not asked for yet.
     """
 
     spans: SequenceSpans
     going: Going
     is_drafted: bool
     ahead: Ahead | None = None
-    begun: list[_Round] = field(default_factory=list)
+    begun: list[VerifyJob] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """What a job is for: a request, or a round that the sequence began by itself.
+    """What a job is for, its tag: a request, or a round that the sequence began by itself.
 
     Attributes:
         request_id: 0 without a request.
-        ahead_id: of its proposal, if it was begun here; else 0.
         received_ns: when its request arrived; None before one does, for a round that was begun here.
         span: around its request.
-        proposal: with what the rule needs; None if it is not applied here.
         continuation: how the sequence goes on after it, or what its own proposal follows.
         is_done: whether its verdict is on its way.
         has_failed: whether it failed before it was confirmed.
-        job: of a round that was begun here, until it is done.
     """
 
     sequence: OpenSequence[_State]
-    request_id: int
-    ahead_id: int
-    received_ns: int | None
-    span: Span
-    proposal: Proposal | None = None
+    request_id: int = 0
+    received_ns: int | None = None
+    span: Span = field(default_factory=Span)
     continuation: Continuation | None = None
-    job: VerifyJob | None = None
     is_done: bool = False
     has_failed: bool = False
 
@@ -160,18 +152,14 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         """Judge the proposal of a request; rounds that were begun for other ones are dropped."""
         self._check_kind(order.proposal, sequence.tokens.params)
         state = sequence.state
-        job = VerifyJob(sequence.tokens, order.base_len, order.token_ids, proposal=order.proposal)
         if state.begun:
             state.begun.clear()
             state.going = state.going.again()
-        span = state.spans.serving(order.traceparent)
-        asked = job.tag = _Round(sequence, order.request_id, 0, received_ns, span)
-        if all(len(support.probs) for support in order.proposal.supports):
-            asked.proposal = order.proposal
         if state.ahead is not None:
             state.ahead.commit(order.base_len, order.token_ids)
-        job.drafting = _drafting(asked)
-        self.service.engine.submit(job, self._judged, extra_len=len(order.proposal.token_ids))
+        asked = _Round(sequence, order.request_id, received_ns, state.spans.serving(order.traceparent))
+        job = _job(asked, order.base_len, order.token_ids, order.proposal)
+        self.service.engine.submit(job, self._judged, len(order.proposal.token_ids))
         sequence.num_unanswered += 1
 
     def _confirm(self, sequence: OpenSequence[_State], order: VerifyOrder, received_ns: int) -> None:
@@ -179,14 +167,14 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         rounds = sequence.state.begun
         if not rounds or rounds[0].ahead_id != order.ahead_id:
             raise InvalidRequestError("ahead_ids", order.ahead_id, "is not what the sequence goes on with")
-        begun = rounds[0]
-        sequence.state.going.num_asked += begun.ahead_id < 0
+        job = rounds[0]
+        sequence.state.going.num_asked += job.ahead_id < 0
         if num_tokens := len(order.token_ids) + len(order.proposal.token_ids):
             raise InvalidRequestError("num_tokens", num_tokens, "must be 0 with an ahead_id")
-        assert begun.proposal is not None
-        if order.base_len != begun.proposal.base_len:
-            raise InvalidRequestError("base_lens", order.base_len, f"must be {begun.proposal.base_len}")
+        if order.base_len != job.committed_len:
+            raise InvalidRequestError("base_lens", order.base_len, f"must be {job.committed_len}")
         span = sequence.state.spans.serving(order.traceparent)
+        begun: _Round = job.tag
         if begun.is_done:
             del rounds[0]
             sequence.state.spans.finish_at_once(span, order.base_len)
@@ -194,27 +182,19 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
         begun.received_ns, begun.span = received_ns, span
         sequence.num_unanswered += 1
         if begun.has_failed:
-            self._begin_again(begun)
+            self._begin_again(job)
         else:
-            assert begun.job is not None
-            self.service.engine.promote(begun.job)
+            self.service.engine.promote(job)
 
-    def _begin(self, sequence: OpenSequence[_State], following: Next, base_len: int) -> None:
-        """Go on: in the background, since requests of other sequences come first."""
-        begun = _Round(sequence, 0, following.continuation.ahead_id, None, Span(), following.proposal)
-        job = VerifyJob(sequence.tokens, base_len, following.token_ids, worth=1.0, goes_on=True, tag=begun)
-        job.proposal, job.drafting, begun.job = following.proposal, _drafting(begun), job
-        num_drafted = len(following.proposal.token_ids)
-        self.service.engine.submit(job, self._judged, extra_len=num_drafted, background=True)
-        sequence.state.begun.append(begun)
-
-    def _begin_again(self, begun: _Round) -> None:
+    def _begin_again(self, failed: VerifyJob) -> None:
         """In the foreground now, as there was no memory to work ahead in."""
-        assert begun.job is not None
-        before, begun.has_failed = begun.job, False
-        job = VerifyJob(before.sequence, before.base_len, before.token_ids, tag=begun)
-        job.proposal, job.drafting, begun.job = before.proposal, before.drafting, job
-        self.service.engine.submit(job, self._judged, extra_len=len(job.proposal.token_ids))
+        begun: _Round = failed.tag
+        begun.has_failed = False
+        job = _job(begun, failed.base_len, failed.token_ids, failed.proposal)
+        job.ahead_id, job.going, job.wanted = failed.ahead_id, failed.going, failed.wanted
+        rounds = begun.sequence.state.begun
+        rounds[rounds.index(failed)] = job
+        self.service.engine.submit(job, self._judged, len(job.proposal.token_ids))
 
     def _check_kind(self, proposal: Proposal, params: SamplingParams) -> None:
         """Refuse a proposal that the rule of its sequence does not judge, or this service.
@@ -246,72 +226,70 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
                 judged: _Round = job.tag
                 sequence = judged.sequence
                 is_open = self.sequences.get(sequence.sequence_id) is sequence
-                if not is_open or (judged.ahead_id and judged not in sequence.state.begun):
+                if not is_open or (job.ahead_id and job not in sequence.state.begun):
                     # Its sequence is closed, or another round took its place.
                     judged.span.fail(tracing.CANCELLED)
                     judged.span.end()
                     continue
                 if isinstance(result, SpecwireError):
-                    self._fail(job, judged, result)
+                    self._fail(job, result)
                     continue
-                judged.is_done, judged.job = True, None
+                judged.is_done = True
                 if judged.received_ns is not None:
                     sequence.num_unanswered -= 1
-                    if judged.ahead_id:
-                        sequence.state.begun.remove(judged)
-                if job.drafting is not None:
-                    judged.continuation = self._gone_on(sequence, job.drafting, job.following)
-                elif judged.proposal is not None and sequence.state.ahead is not None:
-                    judged.continuation = self._go_on(sequence, judged.proposal, result)
+                    if job.ahead_id:
+                        sequence.state.begun.remove(job)
+                judged.continuation = self._gone_on(job) if job.going else self._go_on(job)
                 answered.append(job)
         self.answer(answered)
 
-    def _go_on(
-        self, sequence: OpenSequence[_State], proposal: Proposal, verdict: Verdict
-    ) -> Continuation | None:
+    def _go_on(self, job: VerifyJob) -> Continuation | None:
         """Begin what follows this verdict, if anything is there for it; the verdict stands if that fails."""
-        ahead = sequence.state.ahead
-        assert ahead is not None
-        if len(sequence.state.begun) >= MAX_AHEAD:  # the coordinator asks for none of them
+        sequence: OpenSequence[_State] = job.tag.sequence
+        ahead, rounds = sequence.state.ahead, sequence.state.begun
+        if ahead is None or not _has_probs(job.proposal):
+            return None
+        if len(rounds) >= MAX_AHEAD:  # the coordinator asks for none of them
             return None
         try:
-            following = ahead.after(proposal, verdict)
+            following = ahead.after(job.proposal, job.result)
             if following is None:
                 return None
-            self._begin(sequence, following, verdict.base_len)
+            continuation, token_ids, proposal = following
+            begun = _job(_Round(sequence), job.committed_len, token_ids, proposal)
+            begun.ahead_id, begun.worth, begun.goes_on = continuation.ahead_id, 1.0, True
+            # In the background: requests of other sequences come first.
+            self.service.engine.submit(begun, self._judged, len(proposal.token_ids), background=True)
         except SpecwireError as error:  # such as the end of the context; the coordinator comes to it too
             log.debug("sequence %d does not go on: %s", sequence.sequence_id, error)
             return None
         except Exception:
             log.exception("going on failed")
             return None
-        return following.continuation
+        rounds.append(begun)
+        return continuation
 
-    def _gone_on(
-        self, sequence: OpenSequence[_State], drafting: Drafting, following: VerifyJob | None
-    ) -> Continuation | None:
+    def _gone_on(self, job: VerifyJob) -> Continuation | None:
         """Note the round that the engine has begun after this one, if it has; None if nothing is proposed."""
-        outcome, state = drafting.outcome, sequence.state
-        if outcome is None or not (following or drafting.proposal):
+        following, state = job.following, job.tag.sequence.state
+        if job.outcome is None or not (following or job.drafted):
             return None
         if following is None:
-            return Continuation(0, outcome)
-        assert following.drafting is not None
-        proposal, ahead_id = following.drafting.judged, following.drafting.ahead_id
-        begun = _Round(sequence, 0, ahead_id, None, Span(), proposal, job=following)
-        following.tag = begun
+            return Continuation(0, job.outcome)
+        following.tag = _Round(job.tag.sequence)
         self.service.engine.expect(following, self._judged)
-        state.begun.append(begun)
+        state.begun.append(following)
         if state.ahead is not None:
             state.ahead.commit(following.base_len, following.token_ids)
-        return Continuation(ahead_id, outcome)
+        return Continuation(following.ahead_id, job.outcome)
 
-    def _fail(self, job: VerifyJob, judged: _Round, error: SpecwireError) -> None:
-        if judged.ahead_id and judged.received_ns is None:
+    def _fail(self, job: VerifyJob, error: SpecwireError) -> None:
+        judged: _Round = job.tag
+        if job.ahead_id and judged.received_ns is None:
             judged.has_failed = True
         elif job.worth:  # a background job, just before the engine promoted it
             with self.failing(judged.sequence.sequence_id):
-                self._begin_again(judged)
+                self._begin_again(job)
         else:
             judged.span.fail(error.status, str(error))
             judged.span.end()
@@ -347,9 +325,9 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             job.result,
             spent,
             job.num_cached_tokens,
-            judged.ahead_id,
+            job.ahead_id,
             judged.continuation,
-            proposal=job.drafting.proposal if job.drafting else None,
+            proposal=job.drafted,
         )
 
 
@@ -363,10 +341,22 @@ def _wanted(wanted: Wanted, *, is_drafted: bool) -> Wanted:
     return wanted if is_drafted else replace(wanted, num_draft_tokens=0)
 
 
-def _drafting(judged: _Round) -> Drafting | None:
-    """What follows a round that the service proposes after, or goes on from by itself; else None."""
+def _job(judged: _Round, base_len: int, token_ids: Sequence[int], proposal: Proposal) -> VerifyJob:
+    """The job of a round, with what is to follow its verdict."""
     going = judged.sequence.state.going
     wants = going.wanted.num_draft_tokens or (going.wanted.num_plain and going.goes_on)
-    if judged.proposal is None or not going.end_len or not wants:
-        return None
-    return Drafting(judged.proposal, going.wanted, going)
+    goes_on = going.end_len and wants and _has_probs(proposal)
+    return VerifyJob(
+        judged.sequence.tokens,
+        base_len,
+        token_ids,
+        proposal=proposal,
+        going=going if goes_on else None,
+        wanted=going.wanted,
+        tag=judged,
+    )
+
+
+def _has_probs(proposal: Proposal) -> bool:
+    """Whether the rule can be applied here."""
+    return all(len(support.probs) for support in proposal.supports)

@@ -5,42 +5,94 @@ The accept rule itself runs in the coordinator (`specwire.rule.acceptance`). Kno
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from specwire import clock
-from specwire.core import NO_TOKEN, Logprobs, Proposal, Verdict
+from specwire.core import NO_TOKEN, Logprobs, Outcome, Proposal, Verdict, Wanted
 from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.grammars.matcher import LazyMasks
 from specwire.engine.jobs import Job
-from specwire.errors import InternalError
+from specwire.errors import InternalError, SpecwireError
 from specwire.proposals import tree
 from specwire.proposals.tree import TokenTree
-from specwire.rule import sampling
+from specwire.rule import acceptance, sampling
 from specwire.rule.columns import EDITED, LOGPROBS, MATCHED, Row, Rows, padded
 from specwire.rule.random import Purpose
 from specwire.rule.rows import choose_matched, position_logprobs, take_rows, uniforms_for
 from specwire.rule.transfer import to_device, to_host
 from specwire.support import NO_SUPPORT, FloatArray, IntArray
-from verify_service import own
 
+if TYPE_CHECKING:
+    from verify_service.own import OwnDrafts
+
+log = logging.getLogger(__name__)
+
+_MAX_UNASKED = 6
+"""Rounds with its own proposals that a sequence may be ahead of its coordinator, whose client may pause: as
+many as results are held for (`engine/replies.py`), and those on their way."""
 _NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 _NO_PROBS: FloatArray = np.empty((0, 0), dtype=np.float32)
 _NO_MASS: npt.NDArray[np.float64] = np.empty(0)
 
 
+@dataclass(slots=True, eq=False)
+class Going:
+    """How a sequence goes on by itself. Two threads share it, and each attribute is written by one of them.
+
+    Attributes:
+        end_len: most tokens that it may come to.
+        longest_len: most tokens that it may have, drafts included.
+        goes_on: whether it begins rounds that it was not asked for.
+        wanted: after verdicts from now on; by the event loop.
+        num_asked: rounds that it had begun and was asked for since; by the event loop.
+        first_id: of its rounds; they count down from there.
+        num_begun: rounds that it began; by the engine thread.
+    """
+
+    end_len: int
+    longest_len: int
+    goes_on: bool
+    wanted: Wanted = field(default_factory=Wanted)
+    num_asked: int = 0
+    first_id: int = -1
+    num_begun: int = 0
+
+    def again(self) -> Going:
+        """For a sequence that was asked for another round than it had begun: none counts any more.
+
+        The engine may be about to begin one; its id is not used again.
+        """
+        first_id = self.first_id - self.num_begun - 1
+        return Going(self.end_len, self.longest_len, self.goes_on, self.wanted, first_id=first_id)
+
+
 @dataclass(eq=False)
 class VerifyJob(Job):
-    """Commit tokens, then verify a proposal after them, in one forward pass."""
+    """Commit tokens, then verify a proposal after them, in one forward pass.
+
+    Attributes:
+        ahead_id: of the round, if the sequence began it by itself; else 0.
+        going: of its sequence, which proposes after the verdict or goes on; None if it does neither.
+        wanted: to be proposed after the verdict.
+        first_row: of its rows in the step.
+        outcome: of the verdict, by the same rule as the coordinator's; None until the rule is applied.
+        drafted: the sequence's own proposal after the outcome; None if there is none.
+    """
 
     proposal: Proposal = field(default_factory=lambda: Proposal(0))
-    drafting: own.Drafting | None = None
+    ahead_id: int = 0
+    going: Going | None = None
+    wanted: Wanted = field(default_factory=Wanted)
+    first_row: int = 0
+    outcome: Outcome | None = None
+    drafted: Proposal | None = None
     following: VerifyJob | None = None
     masks: LazyMasks | None = None
 
@@ -82,19 +134,58 @@ class VerifyJob(Job):
         both = zip(drafted, [*supports, NO_SUPPORT], strict=True)
         return [np.array([*here, *support.token_ids], np.int64) for here, support in both]
 
-    def follow(self) -> None:
-        """Go on with what was drafted after the verdict, or without, if the sequence does so by itself."""
-        drafting = self.drafting
-        if drafting is None or (begun := drafting.following()) is None:
-            return
-        judged, outcome = drafting.judged, drafting.outcome
-        assert outcome is not None
-        self.following = VerifyJob(
+    def judge(self) -> list[int]:
+        """Apply the rule to the verdict, and set the outcome; returns the tokens that it commits."""
+        sequence = self.sequence
+        self.outcome = acceptance.accept(self.proposal, self.result, sequence.params, sequence.seed)
+        return self._emitted(self.outcome)
+
+    def _emitted(self, outcome: Outcome) -> list[int]:
+        return [*(self.proposal.token_ids[node] for node in outcome.path), outcome.next_token]
+
+    def draft_depth(self, committed_len: int) -> int:
+        """Most draft tokens on a path after so many committed ones; 0 if nothing is wanted, or has room."""
+        assert self.going is not None
+        # The last token is the target's own.
+        wanted, room = self.wanted, self.going.end_len - committed_len - 1
+        return max(0, min(wanted.max_depth or wanted.num_draft_tokens, wanted.num_draft_tokens, room))
+
+    def go_on(self) -> None:
+        """Apply the rule, if no drafter has, and begin the next round, if the sequence does so by itself.
+
+        Without an outcome nothing goes on, and the verdict stands.
+        """
+        if self.outcome is None and NO_TOKEN not in self.result.target_token_ids:
+            try:
+                self.judge()
+            except SpecwireError as error:
+                log.debug("a verdict cannot be judged: %s", error)
+            except Exception:
+                log.exception("going on failed")
+        self.following = self._begun()
+
+    def _begun(self) -> VerifyJob | None:
+        """The next round, with what was drafted or without, as the latest wishes say; None if none."""
+        going, outcome = self.going, self.outcome
+        if going is None or outcome is None or not going.goes_on:
+            return None
+        committed_len = self.committed_len + outcome.num_accepted + 1
+        proposal = self.drafted or Proposal(committed_len)
+        most_ahead = _MAX_UNASKED if self.drafted else going.wanted.num_plain
+        if committed_len >= going.end_len or committed_len + len(proposal.token_ids) > going.longest_len:
+            return None
+        if going.num_begun - going.num_asked >= most_ahead:
+            return None
+        ahead_id = going.first_id - going.num_begun
+        going.num_begun += 1
+        return VerifyJob(
             self.sequence,
-            judged.base_len,
-            [*(judged.token_ids[node] for node in outcome.path), outcome.next_token],
-            proposal=begun.judged,
-            drafting=begun,
+            self.committed_len,
+            self._emitted(outcome),
+            proposal=proposal,
+            ahead_id=ahead_id,
+            going=going,
+            wanted=going.wanted,
             worth=1.0,
             goes_on=True,
         )
@@ -157,7 +248,7 @@ class VerifyDecider:
     """
 
     def __init__(self) -> None:
-        self.drafts: own.OwnDrafts | None = None
+        self.drafts: OwnDrafts | None = None
         self.drafting = NO_DRAFTING
 
     @staticmethod
@@ -208,22 +299,20 @@ class VerifyDecider:
         """Verdicts, then what is proposed after them, and the rounds that sequences begin by themselves."""
         self._set_verdicts(jobs, judged)
         self.drafting = NO_DRAFTING
-        starts = accumulate((job.num_rows for job in jobs), initial=0)
         going_on = [
-            (job, own.Judged(job.sequence, job.drafting, start, job.result))
-            for job, start in zip(jobs, starts, strict=False)
-            if isinstance(job, VerifyJob) and job.drafting and isinstance(job.result, Verdict)
+            job
+            for job in jobs
+            if isinstance(job, VerifyJob) and job.going and isinstance(job.result, Verdict)
         ]
-        drafted = [each for _, each in going_on if each.drafting.wanted.num_draft_tokens]
-        if drafted and self.drafts is not None:
+        drafting = [job for job in going_on if job.wanted.num_draft_tokens]
+        if drafting and self.drafts is not None:
             started_ns = clock.stopwatch_ns()
-            self.drafts.propose(drafted)
+            self.drafts.propose(drafting)
             spent_ns, prefill_ns = clock.stopwatch_ns() - started_ns, self.drafts.prefill_ns
             counts = self.drafts.num_passes, self.drafts.num_nodes, self.drafts.num_hosted
             self.drafting = DraftCost(*counts, spent_ns - prefill_ns, prefill_ns)
-        for job, each in going_on:
-            each.judge()
-            job.follow()
+        for job in going_on:
+            job.go_on()
 
     @staticmethod
     def _set_verdicts(jobs: Sequence[Job], judged: Results) -> None:
@@ -232,7 +321,7 @@ class VerifyDecider:
         start = sampled = 0
         verifies = (job for job in jobs if isinstance(job, VerifyJob))
         for i, job in enumerate(verifies):
-            end, num_drafts = start + job.num_rows, job.num_rows - 1
+            job.first_row, end, num_drafts = start, start + job.num_rows, job.num_rows - 1
             target_probs: Sequence[FloatArray] = ()
             tails: Sequence[float] = ()
             if not job.sequence.encoded.traits & MATCHED:

@@ -27,7 +27,6 @@ from specwire import Completion, Rule, SamplingParams
 from specwire.config.link import Link
 from specwire.core import MIN_CREDIT_TOKENS, Outcome, Proposal, Verdict, Wanted
 from specwire.engine import boot
-from specwire.engine.jobs import TokenSequence
 from specwire.rpc.wire import model as model_wire
 from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.v1 import common_pb2, generation_pb2_grpc
@@ -37,8 +36,8 @@ from tests.support.integrity import check_integrity
 from tests.support.model_streams import error_of, raw_stream, verify
 from tests.support.paused import most_ahead, opening
 from verify_service.ahead import MAX_AHEAD, Ahead, Next
-from verify_service.own import Drafting
 from verify_service.stream import VerifyStream
+from verify_service.verifier import VerifyJob
 
 TARGET, DRAFT = "emulated:step_ms=24", "emulated:step_ms=0.5,alpha=0.85,runner_up=0.6"
 PROMPT = [1, 2, 3]
@@ -192,7 +191,7 @@ def test_another_outcome_is_counted_and_changes_nothing(
     params: SamplingParams,
 ) -> None:
     """A verify service that does not apply the rule: the coordinator notices, and keeps its own outcome."""
-    after, judge = Ahead.after, Drafting.judge
+    after, judge = Ahead.after, VerifyJob.judge
 
     def other(outcome: Outcome) -> Outcome:
         return replace(outcome, next_token=(outcome.next_token + 1) % 64)
@@ -205,14 +204,14 @@ def test_another_outcome_is_counted_and_changes_nothing(
         outcome = other(continuation.outcome)
         return Next(continuation._replace(outcome=outcome), [*token_ids[:-1], outcome.next_token], judged)
 
-    def wrong_judge(self: Drafting, sequence: TokenSequence, verdict: Verdict) -> list[int]:
-        judge(self, sequence, verdict)
+    def wrong_judge(self: VerifyJob) -> list[int]:
+        judge(self)
         assert self.outcome is not None
         self.outcome = other(self.outcome)
         return [self.outcome.next_token]
 
     monkeypatch.setattr(Ahead, "after", wrong_after)
-    monkeypatch.setattr(Drafting, "judge", wrong_judge)
+    monkeypatch.setattr(VerifyJob, "judge", wrong_judge)
     num_before = on.num_begun
     with caplog.at_level(logging.ERROR):
         assert on.generate(params).token_ids == expected.token_ids
@@ -232,7 +231,7 @@ def test_a_defect_of_going_on_does_not_fail_the_round(
 ) -> None:
     broken = mock.Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr(Ahead, "after", broken)
-    monkeypatch.setattr(Drafting, "judge", broken)
+    monkeypatch.setattr(VerifyJob, "judge", broken)
     num_before = on.num_begun
     with caplog.at_level(logging.ERROR):
         assert on.generate(params).token_ids == expected.token_ids

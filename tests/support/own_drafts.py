@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import coordinator.generation
-import verify_service.own
+import verify_service.verifier
 from specwire import Completion, Rule, SamplingParams
 from specwire.core import Outcome, Proposal, Verdict
 from specwire.rule import acceptance
@@ -103,7 +103,7 @@ def check_control(stack: LocalStack, logits: torch.Tensor, monkeypatch: pytest.M
     """The same services fit the distribution with the right rule, and do not with one that is not exact."""
     params = SamplingParams(max_tokens=NUM_TOKENS, rule=Rule.REJECTION)
     check_distribution(stack.address, logits, Rule.REJECTION)
-    for module in (coordinator.generation, verify_service.own):
+    for module in (coordinator.generation, verify_service.verifier):
         monkeypatch.setattr(module, "acceptance", SimpleNamespace(accept=typical))
     wrong = sampled(stack.address, params, range(NUM_STREAMS), PROMPT)
     assert fit_p_value(wrong, logits, params) < CLEARLY_WRONG
