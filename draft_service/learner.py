@@ -13,8 +13,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draft_service.grades import Grades
-from draft_service.lessons import Lesson, Window, Windows
+from draft_service.lessons import Grades, Lesson, Window, Windows
 from specwire import clock
 from specwire.config.services import DraftConfig
 from specwire.core import Learning

@@ -1,16 +1,18 @@
-"""What sequences teach a draft: the tokens that the target chose, in windows. No torch.
+"""What sequences teach a draft, and whether it is better for it. No torch.
 
     tokens   ├─ prompt ─┤├─ handed over ─┤├─ labels ─┤├─ too few yet ─┤
     window           ├────── context ────┤├─ labels ─┤
 
-Prompts and draft tokens are no labels: the target chose neither.
+The tokens that the target chose are labels; prompts and draft tokens are none, as it chose neither.
+What was learnt and what is served are both tested on a window before the draft learns from it.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,12 @@ NUM_LABELS = 128
 """Labels of a window, fewer at the end of a sequence."""
 MIN_LABELS = 4
 """A sequence that ends with fewer teaches no more."""
+MIN_TESTED = 512
+"""Fewer labels decide nothing."""
+MAX_GRADES = 64
+"""The latest ones decide."""
+NUM_ERRORS = 2.0
+"""Standard errors that a difference has to be away from 0."""
 
 
 class Window(NamedTuple):
@@ -108,11 +116,75 @@ class Windows:
         """A window, and whether it was never taken before; there must be one."""
         is_fresh = bool(self._fresh) and (self._is_freshs_turn or not self._studied)
         self._is_freshs_turn = not is_fresh
-        if not is_fresh:
+        if is_fresh:
+            window = self._fresh.pop()
+            self._studied.extend([window] * self._num_repeats)
+        else:
             place = self._random.randrange(len(self._studied))
             window = self._studied[place]
             del self._studied[place]
-            return window, False
-        window = self._fresh.pop()
-        self._studied.extend([window] * self._num_repeats)
-        return window, True
+        return window, is_fresh
+
+
+class Grade(NamedTuple):
+    """A test on one window; sums over its labels.
+
+    The score of a draft distribution q for the target's token x is 2 q(x) - Σ q², the quadratic score: on
+    average it is the highest where q is the target's distribution, and lower by Σ (target - q)². So sharper
+    guesses that are no better do not win.
+
+    Attributes:
+        gain: score of what was learnt less that of what is served.
+        agreement: probability that the served weights give to the token, at the request's temperature.
+    """
+
+    num_labels: int
+    gain: float
+    agreement: float
+
+
+class Grades:
+    """The grades since the last decision, and agreement over longer.
+
+    Attributes:
+        num_labels: of all grades.
+        first_agreement: see `core.Learning`.
+    """
+
+    def __init__(self) -> None:
+        self.num_labels = 0
+        self.first_agreement = 0.0
+        self._recent: deque[Grade] = deque(maxlen=MAX_GRADES)
+        self._undecided: deque[Grade] = deque(maxlen=MAX_GRADES)
+        self._is_first = True  # no decision was for what was learnt
+
+    def add(self, grade: Grade) -> None:
+        if self._is_first:
+            agreed = self.first_agreement * self.num_labels + grade.agreement
+            self.first_agreement = agreed / max(1, self.num_labels + grade.num_labels)
+        self.num_labels += grade.num_labels
+        self._recent.append(grade)
+        self._undecided.append(grade)
+
+    @property
+    def agreement(self) -> float:
+        """See `core.Learning`."""
+        return sum(grade.agreement for grade in self._recent) / max(1, _num_labels(self._recent))
+
+    def decide(self) -> bool | None:
+        """Whether what was learnt is better; None while that is open. A decision begins anew."""
+        num_labels = _num_labels(self._undecided)
+        if num_labels < MIN_TESTED:
+            return None
+        # Mean gain of a token and its standard error, from the spread between windows.
+        gain = sum(grade.gain for grade in self._undecided) / num_labels
+        squares = sum((grade.gain - gain * grade.num_labels) ** 2 for grade in self._undecided)
+        if abs(gain) <= NUM_ERRORS * math.sqrt(squares) / num_labels:
+            return None
+        self._undecided.clear()
+        self._is_first &= gain < 0
+        return gain > 0
+
+
+def _num_labels(grades: Iterable[Grade]) -> int:
+    return sum(grade.num_labels for grade in grades)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 from collections.abc import AsyncIterator
 
 from draft_service import learner as learning
-from draft_service import pairing
 from draft_service.drafter import DraftDecider
-from draft_service.inner import hierarchy as inner
+from draft_service.inner.hierarchy import Hierarchy
 from draft_service.servicer import DraftServicer
+from draft_service.vocabulary import SharedVocabulary
+from specwire.config.models import EMULATED
 from specwire.config.services import DraftConfig
-from specwire.core import Learning
+from specwire.core import Learning, ModelInfo
 from specwire.engine import boot
 from specwire.engine import metrics as engine_metrics
 from specwire.engine.streams import Limits
+from specwire.errors import ModelLoadError, UnsupportedError
 from specwire.rpc.server import Server
 from specwire.telemetry import endpoint, tracing
 from specwire.telemetry.metrics import Group
+from specwire.text import tokenizer
 from specwire.v1 import draft_pb2, draft_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -32,8 +39,8 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         tracer = tracing.configure("specwire-draft")
         stack.callback(tracer.shutdown)
-        shared = pairing.shared_vocabulary(config)
-        hierarchy = inner.chosen(config)
+        shared = _shared_vocabulary(config)
+        hierarchy = Hierarchy(config) if config.inner else None
         decider = DraftDecider(config, shared)
         service = boot.start(
             config,
@@ -46,12 +53,10 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         if hasattr(service.runner, "decode") and not config.least_pass_ms:  # a chain takes no paced passes
             decider.runner = service.runner
         if hierarchy is not None:
-            stack.callback(hierarchy.close)
-            service = hierarchy.described(service)
+            stack.callback(hierarchy.drafter.close)
         learner = learning.start(config, service)
         stack.callback(learning.close, config, service, learner)
-        if shared is not None:
-            service = pairing.described(service, shared)
+        service = dataclasses.replace(service, info=_described(service.info, hierarchy, shared))
         group = engine_metrics.group(service, "draft")
         learnt = Group(learning.TABLE, lambda: learner.learning if learner else Learning(), group.fixed)
         await stack.enter_async_context(
@@ -76,3 +81,59 @@ async def serving(config: DraftConfig) -> AsyncIterator[str]:
         address = await server.start()
         await stack.enter_async_context(service.watched(server.set_serving))
         yield address
+
+
+def _shared_vocabulary(config: DraftConfig) -> SharedVocabulary | None:
+    """What draft and target share; None if `target_tokenizer` names none, or the draft's own.
+
+    Raises:
+        ModelLoadError: one has no tokenizer, or one whose tokens' text is not known, or they share next to
+            nothing.
+    """
+    if not config.target_tokenizer:
+        return None
+    flag = f"--target-tokenizer {config.target_tokenizer}"
+    target = _tokenizer(boot.resolve(config.target_tokenizer, "verify"), flag)
+    draft = _tokenizer(boot.resolve(config.model, "draft"), f"--model {config.model}")
+    if target.fingerprint == draft.fingerprint:
+        return None
+    try:
+        shared = SharedVocabulary(target, draft)
+    except UnsupportedError as error:
+        raise ModelLoadError(f"{flag}: {error}") from error
+    shared.check(f"{flag}: {config.model}")
+    return shared
+
+
+def _tokenizer(source: str, name: str) -> tokenizer.Tokenizer:
+    found = None if source.startswith(EMULATED) else tokenizer.load(source)
+    if found is None:
+        raise ModelLoadError(f"{name}: has no tokenizer, without which no vocabularies can be compared")
+    return found
+
+
+def _described(info: ModelInfo, hierarchy: Hierarchy | None, shared: SharedVocabulary | None) -> ModelInfo:
+    """What the handshake says: what guesses for the draft, and what it shares with the target.
+
+    Raises:
+        ModelLoadError: the tokenizer has tokens that the model lacks, or it is an encoder-decoder.
+    """
+    if hierarchy is not None:
+        info = dataclasses.replace(info, inner=hierarchy.name)
+    if shared is None:
+        return info
+    name, num_tokens = info.name, len(shared.draft.texts)
+    if info.has_encoder:
+        raise ModelLoadError(
+            f"--model {name}: is an encoder-decoder, which is not served with --target-tokenizer"
+        )
+    if num_tokens > info.vocab_size:
+        raise ModelLoadError(f"--model {name}: {info.vocab_size} tokens, and {num_tokens} in its tokenizer")
+    percents = 100 * shared.share, 100 * shared.share_of_text
+    log.info("%s has %.1f %% of the target's tokens, and %.1f %% of those of a text", name, *percents)
+    return dataclasses.replace(
+        info,
+        target_tokenizer_fingerprint=shared.target.tokenizer.fingerprint,
+        shared_vocab=shared.share,
+        shared_text=shared.share_of_text,
+    )

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from draft_service.grades import Grade
-from draft_service.lessons import NUM_LABELS, Window
+from draft_service.lessons import NUM_LABELS, Grade, Window
 from specwire.engine.model.loading import is_quantised
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -141,7 +140,7 @@ def _copy(source: Any, destination: Any) -> None:
 
 
 def _scores(log_probs: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Agreement and quadratic score, see `grades.py`; sums over the labels."""
+    """Agreement and quadratic score, see `Grade`; sums over the labels."""
     if temperature == 0:
         hits = (log_probs.argmax(dim=-1) == labels).sum()
         return hits, 2 * hits - len(labels)

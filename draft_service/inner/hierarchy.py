@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,17 +18,15 @@ from draft_service.drafter import DraftDecider
 from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.inner.model import ModelDrafter
 from draft_service.inner.pace import MOST_GUESSES, Pace
-from draft_service.inner.text import TextGuesser
 from specwire.config.services import DraftConfig
-from specwire.config.speculative import INNER_METHODS
+from specwire.config.speculative import INNER_METHODS, NGRAM, SpeculativeConfig
 from specwire.core import SamplingParams
 from specwire.engine import boot
-from specwire.engine.boot import ModelService
 from specwire.engine.jobs import Job
 from specwire.errors import ModelLoadError, SpecwireError
 from specwire.proposals.estimate.costs import CostModel
 from specwire.proposals.estimate.rates import Rate
-from specwire.proposals.history import Guess
+from specwire.proposals.history import MAX_CONTINUATIONS, Guess, History
 from specwire.text.tokenizer import load as load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -66,31 +63,103 @@ class InnerDrafter(Protocol):
         """Free its device; nothing runs any more."""
 
 
-class Hierarchy:
-    """One inner drafter for all streams of a service.
+class TextMemory(History):
+    """The committed tokens, and for the time of a look the drafted ones."""
+
+    def release(self) -> None:
+        """It ends with the stream."""
+
+
+class TextGuesser:
+    """An `InnerDrafter`: guesses from the stream's own text, as `ngram` and `suffix` guess the target's.
 
     Args:
-        name: of the inner drafter, for the handshake.
-        load: makes it, given the draft's vocabulary size.
+        method: one of these. Earlier outputs are not read.
+    """
+
+    guess_ns = 0.0
+
+    def __init__(self, method: str) -> None:
+        self._config = SpeculativeConfig(method=method)
+        self._num_counted = 1 if method == NGRAM else MAX_CONTINUATIONS
+
+    def open(self) -> TextMemory:
+        return TextMemory(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+
+    def look(self, job: InnerJob) -> Guess | None:
+        memory: TextMemory = job.inner.memory
+        num_committed = memory.length
+        memory.extend(job.sequence.tokens[num_committed:])
+        found = memory.guess(min(job.room, MOST_GUESSES), self._num_counted)
+        memory.truncate(num_committed)
+        return found
+
+    def guess(
+        self, jobs: Sequence[InnerJob], looks: Sequence[Guess], nums: Sequence[int]
+    ) -> list[Sequence[int]]:
+        return [look.token_ids[:num] for look, num in zip(looks, nums, strict=True)]
+
+    def close(self) -> None: ...
+
+
+class Hierarchy:
+    """One inner drafter for all streams of a service: a `StepHook`.
 
     Attributes:
+        name: of the inner drafter, for the handshake.
         drafter: once it is loaded.
     """
 
     drafter: InnerDrafter
 
-    def __init__(self, name: str, load: Callable[[int], InnerDrafter]) -> None:
-        self._name = name
-        self._load = load
+    def __init__(self, config: DraftConfig) -> None:
+        """What `--inner` asks for."""
+        self._config, inner = config, config.inner
+        self.name = Path(inner).name if Path(inner).exists() else inner
         self._has_failed = False
         self._rates: defaultdict[bool, dict[int, Rate]] = defaultdict(dict)
 
     def load(self, vocab_size: int) -> None:
-        self.drafter = self._load(vocab_size)
+        """See `StepHook`.
 
-    def described(self, service: ModelService) -> ModelService:
-        """The service, with what guesses for it in its handshake."""
-        return dataclasses.replace(service, info=dataclasses.replace(service.info, inner=self._name))
+        Raises:
+            ModelLoadError: the model cannot be loaded, or its tokenizer is not the draft's.
+        """
+        config = self._config
+        if config.inner in INNER_METHODS:
+            self.drafter = TextGuesser(config.inner)
+            return
+        source = boot.resolve(config.inner, "draft")
+        found = map(load_tokenizer, (source, boot.resolve(config.model, "draft")))
+        ours, theirs = (tokenizer.fingerprint if tokenizer else "" for tokenizer in found)
+        if ours != theirs:
+            raise ModelLoadError(
+                f"--inner {config.inner}: its tokenizer is not that of --model {config.model}"
+            )
+        own = dataclasses.replace(
+            config,
+            model=config.inner,
+            inner="",
+            batch_invariant=False,
+            kv_cache_memory=0.0,
+            gpu_memory_utilization=0.0,
+            least_pass_ms=0.0,
+        )
+        from specwire.engine import models  # takes seconds to import, and text needs none of it
+
+        try:
+            runner, description = models.make_runner(own, source)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"--inner {error}") from error
+        if runner.pool.keeps_states:
+            raise ModelLoadError(f"--inner {source}: has recurrent layers, which guess for no draft")
+        self.drafter = ModelDrafter(
+            runner,
+            DraftDecider(own),
+            context_len=min(description["context_len"], own.num_kv_tokens),
+            vocab_limit=vocab_size,
+            max_prefill_tokens=own.max_prefill_tokens,
+        )
 
     def open(self, params: SamplingParams) -> InnerStream | None:
         """For a new stream; None under rejection sampling, where the number of passes must not depend on
@@ -108,7 +177,7 @@ class Hierarchy:
         except SpecwireError as error:
             log.debug("no guesses: %s", error)
         except Exception:
-            log.exception("%s failed, and guesses no more", self._name)
+            log.exception("%s failed, and guesses no more", self.name)
             self._has_failed = True
 
     def _guess(self, jobs: Sequence[Job], costs: CostModel) -> None:
@@ -138,55 +207,3 @@ class Hierarchy:
             return [1.0] * (most + 1)
         _, token_ns = costs.rates
         return [least_ns + num * (num_jobs * token_ns + self.drafter.guess_ns) for num in range(most + 1)]
-
-    def close(self) -> None:
-        """Once nothing runs any more."""
-        self.drafter.close()
-
-
-def chosen(config: DraftConfig) -> Hierarchy | None:
-    """What `--inner` asks for, to be loaded; None without."""
-    inner = config.inner
-    if not inner:
-        return None
-    name = Path(inner).name if Path(inner).exists() else inner
-    return Hierarchy(name, partial(_load, config))
-
-
-def _load(config: DraftConfig, vocab_size: int) -> InnerDrafter:
-    """The drafter, on the thread that will run it.
-
-    Raises:
-        ModelLoadError: the model cannot be loaded, or its tokenizer is not the draft's.
-    """
-    if config.inner in INNER_METHODS:
-        return TextGuesser(config.inner)
-    source = boot.resolve(config.inner, "draft")
-    found = map(load_tokenizer, (source, boot.resolve(config.model, "draft")))
-    ours, theirs = (tokenizer.fingerprint if tokenizer else "" for tokenizer in found)
-    if ours != theirs:
-        raise ModelLoadError(f"--inner {config.inner}: its tokenizer is not that of --model {config.model}")
-    own = dataclasses.replace(
-        config,
-        model=config.inner,
-        inner="",
-        batch_invariant=False,
-        kv_cache_memory=0.0,
-        gpu_memory_utilization=0.0,
-        least_pass_ms=0.0,
-    )
-    from specwire.engine import models  # takes seconds to import, and text needs none of it
-
-    try:
-        runner, description = models.make_runner(own, source)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"--inner {error}") from error
-    if runner.pool.keeps_states:
-        raise ModelLoadError(f"--inner {source}: has recurrent layers, which guess for no draft")
-    return ModelDrafter(
-        runner,
-        DraftDecider(own),
-        context_len=min(description["context_len"], own.num_kv_tokens),
-        vocab_limit=vocab_size,
-        max_prefill_tokens=own.max_prefill_tokens,
-    )

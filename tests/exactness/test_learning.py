@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from draft_service import grades
+from draft_service import lessons
 from draft_service.drafter import DraftDecider, Question
 from specwire import Client, Completion, Rule, SamplingParams
 from specwire.core import Learning
@@ -116,7 +116,7 @@ def test_the_distribution_is_the_targets_while_weights_change(tmp_path: Path, lo
     assert rates[-1] > rates[0] + 0.1
     assert now.agreement > now.first_agreement + 0.05
     assert now.num_steps > 0
-    assert now.num_judged_tokens >= NUM_VERSIONS * grades.MIN_LABELS
+    assert now.num_judged_tokens >= NUM_VERSIONS * lessons.MIN_TESTED
 
 
 @pytest.mark.slow

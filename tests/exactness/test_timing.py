@@ -30,6 +30,7 @@ from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.jobs import InnerStream
 from draft_service.servicer import DraftServicer, DraftStream
 from specwire import Rule, SamplingParams
+from specwire.config.services import DraftConfig
 from specwire.engine.boot import ModelService
 from specwire.engine.drawn import Drawn
 from specwire.engine.emulated import EmulatedModel
@@ -340,8 +341,8 @@ def test_guessed_tokens_are_not_kept_more_often(
 
     Not guarded, as a control, the draft runs guesses under rejection sampling too: heads come in time.
     """
-    hierarchy = Hierarchy("heads", lambda _: Heads())
-    hierarchy.load(0)
+    hierarchy = Hierarchy(DraftConfig(inner="heads"))
+    hierarchy.drafter = Heads()
     if not is_guarded:
         monkeypatch.setattr(Hierarchy, "open", lambda self, _: InnerStream(self.drafter.open()))
 

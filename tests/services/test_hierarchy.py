@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from draft_service.drafter import DraftDecider
-from draft_service.inner import hierarchy as hierarchies
 from draft_service.inner.hierarchy import Hierarchy
 from draft_service.inner.jobs import InnerJob, InnerStream
 from draft_service.inner.model import ModelDrafter
@@ -97,7 +96,7 @@ def served(
     """A draft service without a network, which holds nothing in the end."""
     settings: dict[str, Any] = {"dtype": "float32", "num_kv_tokens": 4096, "max_support": 16, "inner": inner}
     config = DraftConfig(model=str(draft), **settings | options)
-    hierarchy = hierarchies.chosen(config)
+    hierarchy = Hierarchy(config) if inner else None
     service = boot.start(config, "draft", DraftDecider(config), hook=hierarchy)
     try:
         yield service, hierarchy
@@ -107,7 +106,7 @@ def served(
     if hierarchy is not None:
         if isinstance(hierarchy.drafter, ModelDrafter):
             pools.append(hierarchy.drafter.runner.pool)
-        hierarchy.close()
+        hierarchy.drafter.close()
     for pool in pools:
         check_integrity(pool)
         assert pool.num_held_pages == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from draft_service import grades, learner
+from draft_service import learner, lessons
 from draft_service.learner import Learner
 from draft_service.lessons import Window
 from draft_service.student import Student
@@ -127,7 +127,7 @@ def test_prompts_computed_with_other_weights_are_not_found(
     stack: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the weights are replaced they are; afterwards they are computed anew."""
-    monkeypatch.setattr(grades.Grades, "decide", lambda _: True)  # after its first step
+    monkeypatch.setattr(lessons.Grades, "decide", lambda _: True)  # after its first step
     prompt = [*range(16)] * 8
 
     def num_hits() -> int:
@@ -213,7 +213,7 @@ def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with local_stack(*pair, draft_options=LEARN | {"learn_out": str(out)}) as stack:
         now = generate_until(stack, 1)
         assert now.num_steps > 0
-        assert now.num_judged_tokens >= grades.MIN_LABELS
+        assert now.num_judged_tokens >= lessons.MIN_TESTED
         assert 0 < now.first_agreement < 1
         shown = drafts.show(ClientConfig(server=stack.address), colour=False)
         assert "draft learns: " in shown

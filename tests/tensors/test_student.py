@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from draft_service.grades import Grade
-from draft_service.lessons import Window
+from draft_service.lessons import Grade, Window
 from draft_service.student import WINDOWS_PER_STEP, Student
 from specwire.engine.batch import Feed
 from specwire.engine.model.runner import ModelRunner

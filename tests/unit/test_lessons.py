@@ -7,9 +7,17 @@ import random
 import numpy as np
 import pytest
 
-from draft_service import grades
-from draft_service.grades import Grade, Grades
-from draft_service.lessons import NUM_LABELS, WINDOW_LEN, Lesson, Window, Windows
+from draft_service.lessons import (
+    MAX_GRADES,
+    MIN_TESTED,
+    NUM_LABELS,
+    WINDOW_LEN,
+    Grade,
+    Grades,
+    Lesson,
+    Window,
+    Windows,
+)
 
 
 def labels(window: Window) -> list[tuple[int, int]]:
@@ -88,7 +96,7 @@ def test_decisions(gain: float, decision: bool | None) -> None:
     for number in range(40):
         noise = generator.gauss(0, 0.03)
         found.add(Grade(64, 64 * (gain + noise), 32.0))
-        if (number + 1) * 64 < grades.MIN_LABELS:
+        if (number + 1) * 64 < MIN_TESTED:
             assert found.decide() is None
     assert found.decide() is decision
     if decision is not None:
@@ -103,6 +111,6 @@ def test_agreement_before_and_now() -> None:
         found.add(Grade(64, 6.4, 16.0))
     assert (found.first_agreement, found.agreement) == (0.25, 0.25)
     assert found.decide() is True
-    for _ in range(grades.MAX_GRADES):
+    for _ in range(MAX_GRADES):
         found.add(Grade(64, 0.0, 48.0))
     assert (found.first_agreement, found.agreement) == (0.25, 0.75)
