@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -36,8 +38,8 @@ from specwire.rule import sampling
 from specwire.rule.choices import SHARPNESS, likeliest
 from specwire.rule.columns import GREEDY, GUMBEL, MATCHED, Row, Rows
 from specwire.rule.rows import draw_supported
-from specwire.rule.transfer import to_device, to_host
-from specwire.support import IntArray, Support, certain
+from specwire.rule.transfer import to_host
+from specwire.support import Support, certain
 from verify_service.own import Noise, OwnDrafts
 from verify_service.verifier import VerifyJob
 
@@ -51,7 +53,8 @@ class Growing:
     Attributes:
         committed: its tokens, those of the outcome included.
         num_ranked: candidates at each node; 1 for a chain.
-        row: of the verdict, after the last accepted token.
+        rows: of nodes that were run, the places among all of them; of -2, what lies before the last token,
+            the row of the verdict that follows it.
         is_drawn: a chain of tokens that are drawn, instead of the likeliest ones.
         open: nodes to expand next.
         supports: that tokens were drawn from.
@@ -62,7 +65,7 @@ class Growing:
     committed: list[int]
     growth: TreeGrowth
     num_ranked: int
-    row: int
+    rows: dict[int, int]
     is_drawn: bool = False
     open: list[int] = field(default_factory=lambda: [-1])
     supports: list[Support] = field(default_factory=list)
@@ -109,33 +112,25 @@ class Node(NamedTuple):
         return sequence.row(history, len(committed) + self.depth, len(committed))
 
 
-class Alike(NamedTuple):
-    """Some nodes of a pass, whose next tokens are found alike.
+class GrowthQuestion(NamedTuple):
+    """What is wanted after the nodes of a pass; a rank may be asked.
 
     Attributes:
-        places: int64, of the nodes.
-        rows: how the tokens after them are sampled.
-        num_ranked: likeliest tokens to find after each; 0 to draw one.
+        groups: of nodes that lie together, how the tokens after them are sampled, and how many of the
+            likeliest to find after each; 0 to draw one.
     """
 
-    places: IntArray
-    rows: Rows
-    num_ranked: int
-
-
-class GrowthQuestion(NamedTuple):
-    """What is wanted after the nodes of a pass; a rank may be asked."""
-
-    groups: Sequence[Alike]
+    groups: Sequence[tuple[Rows, int]]
     noise: Noise
     sharpness: float
 
 
 def choose(question: GrowthQuestion, logits: Tensor) -> list[Drawn]:
     """As a `device.Decide`: of each group, what is drawn after nodes, or the likeliest tokens there."""
-    answer = []
-    for places, rows, num_ranked in question.groups:
-        some = logits if len(places) == len(logits) else logits[to_device(places, logits.device)]
+    answer, start = [], 0
+    for rows, num_ranked in question.groups:
+        some = logits[start : start + len(rows.encoded)]
+        start += len(some)
         log_probs = sampling.apply_warps(sampling.apply_history(some, rows), rows)
         if num_ranked:
             scores = question.noise.added(log_probs, rows)
@@ -161,7 +156,6 @@ class GrownDrafts(OwnDrafts):
         self._may_be_tree = may_be_tree
         self._calibrations = {kind: Calibration() for kind in (0, GREEDY, GUMBEL)}
         self._grown: dict[TokenSequence, Growing] = {}
-        self._rows: dict[tuple[Growing, int], int] = {}  # of each node, among all since proposals began
 
     @classmethod
     def load(cls, config: VerifyConfig, service: ModelService) -> Self:
@@ -205,21 +199,21 @@ class GrownDrafts(OwnDrafts):
         num_ranked = NUM_RANKS if is_tree else 1
         # The masks of a grammar may fail, or be late, for one token and not for another: none is drawn then.
         is_drawn = self.draws and not kind and sequence.grammar is None
-        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, row, is_drawn)
+        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, {-2: row}, is_drawn)
         return found
 
     def grow(self, growing: list[Growing]) -> None:
         """Expand open nodes, of all sequences together, until there are none."""
         noise = Noise((each.sequence, len(each.committed), each.growth.max_depth) for each in growing)
+        growing = sorted(growing, key=attrgetter("is_drawn"))
         while growing:
             nodes = [Node(each, node) for each in growing for node in each.open]
             question = self._question(nodes, noise)
             answer = self.chosen_after(nodes, question)
             self.num_passes, self.num_nodes = self.num_passes + 1, self.num_nodes + len(nodes)
-            for alike, found in zip(question.groups, answer, strict=True):
-                for row, place in enumerate(alike.places.tolist()):
-                    of, node = nodes[place]
-                    of.add(node, found, row)
+            found = ((drawn, row) for drawn in answer for row in range(len(drawn.token_ids)))
+            for (of, node), (drawn, row) in zip(nodes, found, strict=True):
+                of.add(node, drawn, row)
             for each in growing:
                 each.open = self.open_after(each)
             growing = [each for each in growing if each.open]
@@ -230,13 +224,11 @@ class GrownDrafts(OwnDrafts):
         Args:
             nodes: of one sequence after another, all that begin together or none that does.
         """
-        is_first = nodes[0].node < 0
-        if is_first:
-            self._rows = {}
-        rows = [of.row if is_first else self._rows[of, Node(of, node).parent] for of, node in nodes]
-        self._rows |= {(of, node): row for row, (of, node) in enumerate(nodes, len(self._rows))}
+        rows = [node.of.rows[node.parent] for node in nodes]
+        for row, (of, node) in enumerate(nodes, self.num_nodes):
+            of.rows[node] = row
         columns = rows, [node.token_id for node in nodes], [node.depth for node in nodes]
-        query = DraftQuery(is_first, *(np.array(column, np.int64) for column in columns))
+        query = DraftQuery(nodes[0].node < 0, *(np.array(column, np.int64) for column in columns))
         found: list[Drawn] = self._runner.run_draft(self.feeds(nodes), query, question, choose)
         return found
 
@@ -250,12 +242,10 @@ class GrownDrafts(OwnDrafts):
 
     def _question(self, nodes: Sequence[Node], noise: Noise) -> GrowthQuestion:
         groups = []
-        for is_drawn in (False, True):
-            at = [place for place, node in enumerate(nodes) if node.of.is_drawn is is_drawn]
-            if at:
-                rows = Rows.of([nodes[place].sampled() for place in at])
-                most = 0 if is_drawn else max(nodes[place].of.num_ranked for place in at)
-                groups.append(Alike(np.array(at, np.int64), rows, most))
+        for is_drawn, alike in groupby(nodes, key=attrgetter("of.is_drawn")):
+            some = [*alike]
+            most = 0 if is_drawn else max(node.of.num_ranked for node in some)
+            groups.append((Rows.of([node.sampled() for node in some]), most))
         return GrowthQuestion(groups, noise, self.sharpness)
 
     def _proposal(self, sequence: TokenSequence) -> Proposal | None:
