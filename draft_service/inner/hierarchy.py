@@ -42,9 +42,12 @@ class InnerDrafter(Protocol):
     guess_ns: float
 
     def open(self) -> Any:
-        """What it keeps of a new stream's committed tokens; any thread.
+        """What it keeps of a new stream's committed tokens; any thread."""
 
-        It has a `length`, and can `truncate(length)`, `extend(token_ids)` and `release()` what it holds.
+    def commit(self, memory: Any, base_len: int, tokens: Sequence[int], length: int) -> None:
+        """Roll back to a base; then the first so many of these tokens are committed.
+
+        If they are not, guesses are poor and nothing else is wrong: every one is compared.
         """
 
     def look(self, job: InnerJob) -> Guess | None:
@@ -59,15 +62,11 @@ class InnerDrafter(Protocol):
             SpecwireError: it cannot guess now.
         """
 
+    def release(self, memory: Any) -> None:
+        """Free what it keeps of a stream."""
+
     def close(self) -> None:
         """Free its device; nothing runs any more."""
-
-
-class TextMemory(History):
-    """The committed tokens, and for the time of a look the drafted ones."""
-
-    def release(self) -> None:
-        """It ends with the stream."""
 
 
 class TextGuesser:
@@ -83,11 +82,15 @@ class TextGuesser:
         self._config = SpeculativeConfig(method=method)
         self._num_counted = 1 if method == NGRAM else MAX_CONTINUATIONS
 
-    def open(self) -> TextMemory:
-        return TextMemory(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+    def open(self) -> History:
+        return History(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+
+    def commit(self, memory: History, base_len: int, tokens: Sequence[int], length: int) -> None:
+        memory.truncate(base_len)
+        memory.extend(tokens[memory.length : length])
 
     def look(self, job: InnerJob) -> Guess | None:
-        memory: TextMemory = job.inner.memory
+        memory: History = job.inner.memory
         num_committed = memory.length
         memory.extend(job.sequence.tokens[num_committed:])
         found = memory.guess(min(job.room, MOST_GUESSES), self._num_counted)
@@ -98,6 +101,8 @@ class TextGuesser:
         self, jobs: Sequence[InnerJob], looks: Sequence[Guess], nums: Sequence[int]
     ) -> list[Sequence[int]]:
         return [look.token_ids[:num] for look, num in zip(looks, nums, strict=True)]
+
+    def release(self, memory: History) -> None: ...
 
     def close(self) -> None: ...
 
@@ -166,7 +171,7 @@ class Hierarchy:
         tokens that are not judged. Any thread."""
         if not params.matches_tokens:
             return None
-        return InnerStream(self.drafter.open(), Pace(self._rates[params.greedy]))
+        return InnerStream(self.drafter, Pace(self._rates[params.greedy]))
 
     def before_step(self, jobs: Sequence[Job], costs: CostModel) -> None:
         """Give jobs that begin another pass their guesses, if it can; see `StepHook`."""

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from draft_service.drafter import DraftJob
 from draft_service.inner.pace import Pace
 from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 
+if TYPE_CHECKING:
+    from draft_service.inner.hierarchy import InnerDrafter
 
-@dataclass(eq=False)
+
 class InnerStream:
     """What an inner drafter knows of one stream, all of whose jobs share it. Engine thread only.
 
     Attributes:
-        memory: of the committed tokens; of a type that belongs to the drafter, see `InnerDrafter.open`.
+        memory: of the committed tokens; of a type that belongs to the drafter.
         pace: how many guesses its jobs run.
         is_closed: nothing is guessed any more.
     """
 
-    memory: Any
-    pace: Pace = field(default_factory=Pace)
-    is_closed: bool = False
+    def __init__(self, drafter: InnerDrafter, pace: Pace | None = None) -> None:
+        self._drafter = drafter
+        self.memory = drafter.open()
+        self.pace = pace or Pace()
+        self.is_closed = False
 
     def commit(self, sequence: TokenSequence, base_len: int, length: int) -> None:
-        """The sequence was rolled back to a base, and its tokens up to this length are committed.
-
-        If it is not so, guesses are poor and nothing else is wrong: every one is compared.
-        """
-        self.memory.truncate(base_len)
-        self.memory.extend(sequence.tokens[self.memory.length : length])
+        """See `InnerDrafter`; the tokens are those of the sequence."""
+        self._drafter.commit(self.memory, base_len, sequence.tokens, length)
 
     def close(self) -> None:
         self.is_closed = True
-        self.memory.release()
+        self._drafter.release(self.memory)
 
 
 @dataclass(eq=False)

@@ -25,31 +25,6 @@ _RATE, _MAX_JUMP = 0.2, 4.0
 """Of the moving average of `guess_ns`; a single pause of the machine is an outlier."""
 
 
-class ModelMemory:
-    """A sequence of the inner model that holds the committed tokens, as `InnerDrafter.open` makes one.
-
-    Attributes:
-        sequence: its parameters are those of the stream, once a job of it has come.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self.sequence = TokenSequence(SamplingParams(seed=0), 0, runner.new_sequence(), 0)
-
-    @property
-    def length(self) -> int:
-        return len(self.sequence.tokens)
-
-    def truncate(self, length: int) -> None:
-        del self.sequence.tokens[length:]
-        self.sequence.cache.truncate(min(self.sequence.cache.length, length))
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self.sequence.tokens += token_ids
-
-    def release(self) -> None:
-        self.sequence.cache.release()
-
-
 @dataclass
 class ModelDrafter:
     """See `InnerDrafter`.
@@ -67,20 +42,24 @@ class ModelDrafter:
     max_prefill_tokens: int
     guess_ns: float = 0.0
 
-    def open(self) -> ModelMemory:
-        return ModelMemory(self.runner)
+    def open(self) -> TokenSequence:
+        """Its parameters are those of the stream, once a job of it has come."""
+        return TokenSequence(SamplingParams(seed=0), 0, self.runner.new_sequence(), 0)
+
+    def commit(self, memory: TokenSequence, base_len: int, tokens: Sequence[int], length: int) -> None:
+        _truncate(memory, base_len)
+        memory.tokens += tokens[len(memory.tokens) : length]
 
     def look(self, job: InnerJob) -> Guess | None:
         """Its guesses are alike, as far as it knows the text so far."""
-        memory: ModelMemory = job.inner.memory
-        tokens, num_cached = job.sequence.tokens, memory.sequence.cache.length
-        fits = memory.length <= len(tokens) <= self.context_len - job.room
-        if not fits or max(tokens[num_cached:], default=0) >= self.runner.vocab_size:
+        memory: TokenSequence = job.inner.memory
+        tokens, cache = job.sequence.tokens, memory.cache
+        fits = len(memory.tokens) <= len(tokens) <= self.context_len - job.room
+        if not fits or max(tokens[cache.length :], default=0) >= self.runner.vocab_size:
             return None
-        if len(tokens) - num_cached > self.max_prefill_tokens:
+        if len(tokens) - cache.length > self.max_prefill_tokens:
             # Run a part of a long text; the other parts come before later passes.
-            cache, end = memory.sequence.cache, num_cached + self.max_prefill_tokens
-            if token_ids := memory.sequence.tokens[num_cached:end]:
+            if token_ids := memory.tokens[cache.length :][: self.max_prefill_tokens]:
                 self.runner.run(Feeds.of([Feed(cache, token_ids, 0)]), None, self.decider.decide)
                 self.runner.end_step()
             return None
@@ -89,8 +68,8 @@ class ModelDrafter:
     def guess(
         self, jobs: Sequence[InnerJob], looks: Sequence[Guess], nums: Sequence[int]
     ) -> list[Sequence[int]]:
-        memories: list[ModelMemory] = [job.inner.memory for job in jobs]
-        lengths = {memory: memory.length for memory in memories}
+        memories: list[TokenSequence] = [job.inner.memory for job in jobs]
+        lengths = {memory: len(memory.tokens) for memory in memories}
         sequences = _sequences(jobs)
         drafts = [*map(self._draft, jobs, sequences, nums)]
         try:
@@ -98,12 +77,12 @@ class ModelDrafter:
                 self._run([draft for draft in drafts if draft.result is None])
         except ResourceExhaustedError:
             for memory in memories:
-                memory.sequence.cache.truncate(0)
+                memory.cache.truncate(0)
             raise
         finally:
             for memory, sequence in zip(memories, sequences, strict=True):
-                memory.truncate(lengths[memory])
-                if sequence is not memory.sequence:
+                _truncate(memory, lengths[memory])
+                if sequence is not memory:
                     sequence.cache.release()
         return [draft.drafted for draft in drafts]
 
@@ -128,15 +107,23 @@ class ModelDrafter:
             usual_ns = self.guess_ns or spent_ns
             self.guess_ns = usual_ns + _RATE * (min(spent_ns, _MAX_JUMP * usual_ns) - usual_ns)
 
+    def release(self, memory: TokenSequence) -> None:
+        memory.cache.release()
+
     def close(self) -> None:
         self.runner.close()
+
+
+def _truncate(memory: TokenSequence, length: int) -> None:
+    del memory.tokens[length:]
+    memory.cache.truncate(min(memory.cache.length, length))
 
 
 def _sequences(jobs: Sequence[InnerJob]) -> list[TokenSequence]:
     """For each job one with the committed tokens: the stream's own, or a fork of it for each further job."""
     found: list[TokenSequence] = []
     for job in jobs:
-        ours, theirs = job.inner.memory.sequence, job.sequence
+        ours, theirs = job.inner.memory, job.sequence
         ours.params, ours.prompt_len, ours.encoded = theirs.params, theirs.prompt_len, theirs.encoded
         if ours in found:
             fork = TokenSequence(ours.params, ours.prompt_len, ours.cache.fork(), 0, [*ours.tokens])

@@ -315,10 +315,6 @@ class Heads:
     """An inner drafter that always guesses heads, and remembers nothing."""
 
     guess_ns = 0.0
-    length = 0
-
-    def open(self) -> Heads:
-        return self
 
     def look(self, job: Any) -> Guess:
         return Guess([0], [1.0], 0, 0.9)
@@ -328,7 +324,7 @@ class Heads:
 
     def ignore(self, *_: Any) -> None: ...
 
-    truncate = extend = release = close = ignore
+    open = commit = release = close = ignore
 
 
 @pytest.mark.sample(1)
@@ -341,10 +337,10 @@ def test_guessed_tokens_are_not_kept_more_often(
 
     Not guarded, as a control, the draft runs guesses under rejection sampling too: heads come in time.
     """
-    hierarchy = Hierarchy(DraftConfig(inner="heads"))
+    hierarchy = Hierarchy(DraftConfig(inner="ngram"))
     hierarchy.drafter = Heads()
     if not is_guarded:
-        monkeypatch.setattr(Hierarchy, "open", lambda self, _: InnerStream(self.drafter.open()))
+        monkeypatch.setattr(Hierarchy, "open", lambda self, _: InnerStream(self.drafter))
 
     def with_inner(service: ModelService, *arguments: Any, **options: Any) -> DraftServicer:
         monkeypatch.setattr(service.engine, "_hook", hierarchy)

@@ -234,7 +234,7 @@ class TestRejectionSampling:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The control: proposals and supports are the same, and the number of passes follows the tokens."""
-        monkeypatch.setattr(Hierarchy, "open", lambda self, _: InnerStream(self.drafter.open()))
+        monkeypatch.setattr(Hierarchy, "open", lambda self, _: InnerStream(self.drafter))
         draft, found = save(markov_model(), tmp_path / "markov"), set()
         for seed in range(3):
             params = replace(REJECTION, seed=seed, temperature=0.5)
