@@ -27,6 +27,9 @@ from specwire.v1 import draft_pb2, draft_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+_MIN_SHARED_TEXT = 0.1
+"""A draft that shares fewer of a text's tokens with its target is refused."""
+
 
 @contextlib.asynccontextmanager
 async def serving(config: DraftConfig) -> AsyncIterator[str]:
@@ -101,7 +104,12 @@ def _shared_vocabulary(config: DraftConfig) -> SharedVocabulary | None:
         shared = SharedVocabulary(target, draft)
     except UnsupportedError as error:
         raise ModelLoadError(f"{flag}: {error}") from error
-    shared.check(f"{flag}: {config.model}")
+    if shared.share_of_text < _MIN_SHARED_TEXT:
+        raise ModelLoadError(
+            f"{flag}: {config.model}: has {shared.share:.1%} of the target's tokens, and "
+            f"{shared.share_of_text:.1%} of those of a text; "
+            f"at least {_MIN_SHARED_TEXT:.0%} of the latter are needed"
+        )
     return shared
 
 

@@ -12,13 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
-from specwire.errors import ModelLoadError
 from specwire.support import IntArray
 from specwire.text.token_texts import BYTE_NAME, token_texts
 from specwire.text.tokenizer import Tokenizer
 
-MIN_SHARED_TEXT = 0.1
-"""A draft that shares fewer of a text's tokens with its target is refused."""
 SAMPLE = """\
 Reading is to the mind what exercise is to the body, and it was said, in 1713, of a man who read little else.
 def count_words(lines: list[str], least: int = 2) -> dict[str, int]:
@@ -198,15 +195,3 @@ class SharedVocabulary:
     def to_draft(self, target_ids: Sequence[int]) -> list[int]:
         """The draft's tokens for shared ones of the target; 0 for others."""
         return [self._to_draft.get(target_id, 0) for target_id in target_ids]
-
-    def check(self, name: str) -> None:
-        """Refuse a pair that shares next to nothing.
-
-        Raises:
-            ModelLoadError: naming the draft, and what is shared.
-        """
-        if self.share_of_text < MIN_SHARED_TEXT:
-            raise ModelLoadError(
-                f"{name}: has {self.share:.1%} of the target's tokens, and {self.share_of_text:.1%} of those "
-                f"of a text; at least {MIN_SHARED_TEXT:.0%} of the latter are needed"
-            )

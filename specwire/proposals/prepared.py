@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,29 +21,22 @@ class Prepared(NamedTuple):
     origin: Any
 
 
-@dataclass(slots=True)
 class _Arrived:
-    """A proposal, and the path that it was prepared for.
+    """A proposal, and the path that it was prepared for, from the proposal's `base_len` on.
 
     Attributes:
-        base_len: committed length that the path extends, in tokens.
-        end_len: committed length at which the path is committed.
+        end_len: committed length at which the path is committed, in tokens.
         is_chain: whether no token of the proposal is followed by several.
         followed: the path, and a chain after it.
     """
 
-    base_len: int
-    path: Sequence[int]
-    proposal: Proposal
-    origin: Any
-    end_len: int = field(init=False)
-    is_chain: bool = field(init=False)
-    followed: list[int] = field(init=False)
+    __slots__ = ("end_len", "followed", "is_chain", "origin", "path", "proposal")
 
-    def __post_init__(self) -> None:
-        self.is_chain = not (self.proposal.parents or self.proposal.leaves)
-        self.end_len = self.base_len + len(self.path)
-        self.followed = [*self.path, *(self.proposal.token_ids if self.is_chain else ())]
+    def __init__(self, path: Sequence[int], proposal: Proposal, origin: Any) -> None:
+        self.path, self.proposal, self.origin = path, proposal, origin
+        self.end_len = proposal.base_len + len(path)
+        self.is_chain = not (proposal.parents or proposal.leaves)
+        self.followed = [*path, *(proposal.token_ids if self.is_chain else ())]
 
     def rest(self, committed: Sequence[int]) -> Prepared:
         """The draft tokens that are not committed yet."""
@@ -88,7 +80,7 @@ class PreparedProposals:
     def add(self, path: Sequence[int], proposal: Proposal, origin: Any = None) -> None:
         """A proposal whose `base_len` is where the path begins."""
         self._dropped = []
-        self._arrived.append(_Arrived(proposal.base_len, path, proposal, origin))
+        self._arrived.append(_Arrived(path, proposal, origin))
         if len(self._arrived) > self._most:
             del self._arrived[0]
         if proposal.supports and self._most_entries is not None:
@@ -133,14 +125,15 @@ class PreparedProposals:
         ahead: list[_Arrived] = []
         since: dict[int, list[int]] = {}
         for each in self._arrived:
-            tokens = since.get(each.base_len)
+            base_len = each.proposal.base_len
+            tokens = since.get(base_len)
             if tokens is None:
-                tokens = since[each.base_len] = list(committed[each.base_len :])
+                tokens = since[base_len] = list(committed[base_len:])
             # Most do not: they were prepared for other outcomes, which one comparison says.
             agrees = each.followed[: len(tokens)] == tokens
             if not agrees and not each.is_chain:
                 num = len(each.path)  # then some of the tree after it may be committed
                 agrees = each.followed == tokens[:num] and tree.after(each.proposal, tokens[num:]) is not None
-            if agrees and each.base_len <= num_tokens:
+            if agrees and base_len <= num_tokens:
                 (reached if each.end_len <= num_tokens else ahead).append(each)
         return reached, ahead
