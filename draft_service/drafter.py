@@ -25,8 +25,7 @@ from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.drawn import NOTHING, Drawn
 from specwire.engine.jobs import Job
 from specwire.errors import InternalError
-from specwire.proposals.calibration import NUM_RANKS
-from specwire.proposals.growth import NUM_EXPANDED, TreeGrowth
+from specwire.proposals.growth import NUM_EXPANDED, NUM_RANKS, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.choices import Kind, likeliest

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specwire.proposals.calibration import NUM_RANKS, Calibration
 from specwire.proposals.estimate.acceptance import OwnAcceptance, SharedAcceptance
+from specwire.proposals.growth import NUM_RANKS, Calibration
 
 _RANK_MEMORY, _RANK_PRIOR_WEIGHT = 0.99, 8.0
 # Share of following tokens by rank, before anything is measured: from a trained pair under Gumbel coupling.

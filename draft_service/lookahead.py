@@ -12,20 +12,13 @@ branches; every other branch is closed, and its memory is free before the next f
 same as if they had been requested: a draft token depends only on seed, position and the tokens before it, and
 under block verification on the committed length that the branch is for.
 
-It never waits: each call does what can be done now, and the engine's results continue it.
-
-    request(..)         serve it if none is served, else queue it
-    settle(.., result)  of a job; the answer to the request that waited for it, then the next request
-    work_ahead()        after results: branch out
-    take_ready()        when the link has room: prepared proposals
-
-Knows no grpc.
+It never waits: each call does what can be done now, and the engine's results continue it. Knows no grpc.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -42,8 +35,7 @@ from specwire.engine.jobs import Job, TokenSequence
 from specwire.engine.loop import Engine
 from specwire.engine.replies import Sink
 from specwire.errors import ResourceExhaustedError, SpecwireError
-from specwire.proposals.calibration import NUM_RANKS
-from specwire.proposals.growth import NUM_EXPANDED, TreeGrowth
+from specwire.proposals.growth import NUM_EXPANDED, NUM_RANKS, TreeGrowth
 from specwire.rpc.wire.draft import DraftOrder
 from specwire.rule.columns import EDITED
 from specwire.telemetry.tracing import Span
@@ -103,17 +95,15 @@ class Branch:
 
     def list_outcomes(self, forecast: Forecast) -> None:
         """List the outcomes again if candidates of another position are known by now."""
-        if self.proposal is None:
-            return
-        tree = self.job if isinstance(self.job, TreeJob) else None
-        num_known = tree.growth.num_nodes if tree else len(self.job.candidates)
-        if num_known <= self.num_listed:
+        job = self.job
+        num_known = job.growth.num_nodes if isinstance(job, TreeJob) else len(job.candidates)
+        if self.proposal is None or num_known <= self.num_listed:
             return
         self.num_listed, least = num_known, MIN_WORTH / self.worth
-        if tree:
-            likely = _of_tree(tree, least)
+        if isinstance(job, TreeJob):
+            likely = _of_tree(job, least)
         else:
-            likely = forecast.outcomes(self.proposal.token_ids, self.job.candidates, least)
+            likely = forecast.outcomes(self.proposal.token_ids, job.candidates, least)
         self.outcomes = [outcome for outcome in reversed(likely) if outcome.token_ids not in self.taken]
 
     def leaves(self) -> list[int]:
@@ -193,9 +183,8 @@ class Lookahead:
     requests: deque[Request] = field(init=False, default_factory=deque)
     _root: Branch | None = field(init=False, default=None)
     _branches: list[Branch] = field(init=False, default_factory=list)
-    _preparation: Preparation | None = field(
-        init=False, default=None
-    )  # for the root; None while a request is served
+    # For the root; None while a request is served.
+    _preparation: Preparation | None = field(init=False, default=None)
 
     @property
     def works_ahead(self) -> bool:
@@ -228,16 +217,12 @@ class Lookahead:
 
     def close(self) -> None:
         """Close all forks; the sequence itself belongs to the caller."""
-        self._close(self._branches)
-        self._branches, self._preparation = [], None
+        self._follow(None)
+        self._preparation = None
         if self.inner is not None:
             self.engine.run_soon(self.inner.close)
         if self.lesson is not None:
             self.lesson.close()
-
-    def _close(self, branches: Iterable[Branch]) -> None:
-        for branch in branches:
-            self.engine.close_sequence(branch.job.sequence)
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -289,11 +274,12 @@ class Lookahead:
 
     def _prepared(self, order: DraftOrder) -> Branch | None:
         """The branch that was made for these tokens, which is the root from now on."""
-        if self._root is None or not self._root.job.num_candidates:  # nothing is prepared without candidates
+        root = self._root
+        if root is None or not root.job.num_candidates:  # nothing is prepared without candidates
             return None
-        path = self._path_from_root(order.base_len, order.token_ids)
+        path = _path_from(root, order)
         if path:
-            self._learn(path)
+            self._learn(root, path)
         return self._follow(path)
 
     def _draft_unprepared(self, order: DraftOrder) -> Branch:
@@ -358,51 +344,38 @@ class Lookahead:
         return self.transcript.followed(path) if self.transcript else None
 
     def _submit(self, branch: Branch, job: DraftJob, extra_len: int, *, background: bool = False) -> None:
-        """Raises:
-        SpecwireError: it cannot be run at all.
-        """
         job.tag = self.sequence_id, branch
         self.engine.submit(job, self.sink, extra_len, background=background)
 
-    def _path_from_root(self, base_len: int, token_ids: Sequence[int]) -> tuple[int, ...] | None:
-        """Tokens committed after the root's own; None where they do not build on the root."""
-        root = self._root
-        if root is None or root.proposal is None or base_len < root.job.committed_len:
-            return None
-        proposal = root.proposal
-        if proposal.parents and base_len > root.job.committed_len:
-            return None
-        return (*proposal.token_ids[: base_len - root.job.committed_len], *token_ids)
-
     def _follow(self, path: tuple[int, ...] | None) -> Branch | None:
         """Make the branch of this path the new root, if there is one; close all that do not continue it."""
-        found = next((b for b in self._branches if b.path == path and not b.error), None)
-        kept: list[Branch] = []
-        if found is not None:
-            kept = [b for b in self._branches if b is not found and b.path[: len(found.path)] == path]
-        self._close(b for b in self._branches if b is not found and b not in kept)
-        self._branches = kept
-        if found is not None:
-            self.engine.replace_with_fork(self.sequence, found.job.sequence)
-            if self.transcript is not None:
-                self.transcript.follow(found.path)
-            path_len, worth = len(found.path), found.worth
-            for branch in (found, *kept):  # path and worth are measured from the new root
-                branch.path = branch.path[path_len:]
-                branch.worth = branch.job.worth = branch.worth / worth
-                branch.num_listed = 0  # outcomes below the minimum worth may be above it now
+        before, self._branches = self._branches, []
+        found = next((branch for branch in before if branch.path == path and not branch.error), None)
+        for branch in before:
+            if found is not None and branch is not found and branch.path[: len(found.path)] == path:
+                self._branches.append(branch)
+            elif branch is not found:
+                self.engine.close_sequence(branch.job.sequence)
+        if found is None:
+            return None
+        self.engine.replace_with_fork(self.sequence, found.job.sequence)
+        if self.transcript is not None:
+            self.transcript.follow(found.path)
+        path_len, worth = len(found.path), found.worth
+        for branch in (found, *self._branches):  # path and worth are measured from the new root
+            branch.path = branch.path[path_len:]
+            branch.worth = branch.job.worth = branch.worth / worth
+            branch.num_listed = 0  # outcomes below the minimum worth may be above it now
         return found
 
-    def _learn(self, path: tuple[int, ...]) -> None:
+    def _learn(self, root: Branch, path: tuple[int, ...]) -> None:
         """Tell the forecast how the root's round ended, if the path is an outcome of that one round."""
-        assert self._root is not None
-        assert self._root.proposal is not None
-        proposal = self._root.proposal
-        if isinstance(self._root.job, TreeJob):
-            self._root.job.growth.learn(path)
+        assert root.proposal is not None
+        if isinstance(root.job, TreeJob):
+            root.job.growth.learn(path)
             return
-        candidates = self._root.job.candidates
-        drafted, num_accepted, next_token = tuple(proposal.token_ids), len(path) - 1, path[-1]
+        candidates, drafted = root.job.candidates, tuple(root.proposal.token_ids)
+        num_accepted, next_token = len(path) - 1, path[-1]
         is_outcome = num_accepted <= len(drafted) and path[:-1] == drafted[:num_accepted]
         if is_outcome and num_accepted < len(candidates):
             known = candidates[num_accepted]
@@ -500,9 +473,17 @@ class Lookahead:
         try:
             self._submit(branch, job, preparation.num_draft_tokens, background=True)
         except SpecwireError:  # the end of the context, or of the service
-            self._close([branch])
+            self.engine.close_sequence(job.sequence)
         else:
             self._branches.append(branch)
+
+
+def _path_from(root: Branch, order: DraftOrder) -> tuple[int, ...] | None:
+    """Tokens committed after the root's own; None where they do not build on the root."""
+    proposal, num_accepted = root.proposal, order.base_len - root.job.committed_len
+    if proposal is None or num_accepted < 0 or (proposal.parents and num_accepted > 0):
+        return None
+    return (*proposal.token_ids[:num_accepted], *order.token_ids)
 
 
 def _of_tree(job: TreeJob, least: float) -> list[Likely]:

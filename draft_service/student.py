@@ -53,11 +53,7 @@ class Student:
         return torch.optim.AdamW(self._model.parameters(), lr=self._rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def study(self, window: Window, *, is_graded: bool) -> Grade | None:
-        """Add the gradient of a window, after a test on it if it is to be graded; takes a step now and then.
-
-        Returns:
-            The grade; None if there is to be none.
-        """
+        """Add the gradient of a window, after a test on it if it is to be graded; returns the grade."""
         with _learning():
             log_probs, labels = self._log_probs(window)
             grade = None

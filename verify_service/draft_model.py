@@ -26,7 +26,6 @@ from specwire.engine.boot import ModelService
 from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import MAX_CATCH_UP_TOKENS, TokenSequence
 from specwire.errors import ResourceExhaustedError
-from specwire.proposals.tree import TokenTree
 from specwire.rule.choices import Kind
 from specwire.rule.columns import Rows
 from verify_service.grown import Growing, GrownDrafts, GrowthQuestion, Node, choose
@@ -173,8 +172,8 @@ class ModelDrafts(GrownDrafts):
             return Feed(own.cache, own.tokens[own.cache.length :], 1)
         token_ids = [growth.token_ids[node] for node in nodes]
         own.tokens += token_ids
-        if growing.num_ranked > 1:
-            own.tree = growth.extended(own.tree or TokenTree(len(growing.committed), ()), nodes)
+        growing.run(nodes)
+        own.tree = growing.fed
         return Feed(own.cache, token_ids, len(nodes), own.tree)
 
     def _forward(self, feeds: Sequence[Feed]) -> Tensor:

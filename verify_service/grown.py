@@ -31,8 +31,7 @@ from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import TokenSequence
 from specwire.errors import SpecwireError
 from specwire.proposals import tree
-from specwire.proposals.calibration import NUM_RANKS, Calibration
-from specwire.proposals.growth import NUM_EXPANDED, TreeGrowth
+from specwire.proposals.growth import NUM_EXPANDED, NUM_RANKS, Calibration, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
 from specwire.rule.choices import SHARPNESS, likeliest
@@ -70,6 +69,11 @@ class Growing:
     open: list[int] = field(default_factory=lambda: [-1])
     supports: list[Support] = field(default_factory=list)
     fed: TokenTree | None = None
+
+    def run(self, nodes: Sequence[int]) -> None:
+        """These are run next; of a tree, the pass is to know where they lie."""
+        if self.num_ranked > 1 and nodes[0] >= 0:
+            self.fed = self.growth.extended(self.fed or TokenTree(len(self.committed), ()), nodes)
 
     def add(self, node: int, found: Drawn, row: int) -> None:
         """What was drawn after a node, or the likeliest tokens there, are its children."""

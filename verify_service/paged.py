@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 from specwire.core import MAX_SUPPORT
 from specwire.engine.batch import Feed
 from specwire.engine.jobs import TokenSequence
-from specwire.proposals.tree import TokenTree
 from verify_service.grown import Growing, GrownDrafts, Node
 from verify_service.threshold import Threshold
 from verify_service.verifier import VerifyJob
@@ -48,9 +47,7 @@ class PagedDrafts(GrownDrafts):
         feeds = []
         for growing, own in groupby(nodes, key=attrgetter("of")):
             some = [*own]
-            if some[0].node >= 0 and growing.num_ranked > 1:
-                before = growing.fed or TokenTree(len(growing.committed), ())
-                growing.fed = growing.growth.extended(before, [node.node for node in some])
+            growing.run([node.node for node in some])
             token_ids = [node.token_id for node in some]
             feeds.append(Feed(growing.sequence.cache, token_ids, 1, growing.fed))
         return feeds

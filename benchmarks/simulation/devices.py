@@ -26,8 +26,8 @@ from specwire.engine.emulated import PROBS, EmulatedModel, EmulatedRunner
 from specwire.engine.jobs import Job
 from specwire.engine.loop import Engine
 from specwire.engine.threads import ComputeThread
-from specwire.proposals.calibration import NUM_RANKS
 from specwire.proposals.estimate.costs import CostModel
+from specwire.proposals.growth import NUM_RANKS
 from specwire.rule.choices import SHARPNESS
 from specwire.support import IntArray
 from verify_service.verifier import VerifyJob

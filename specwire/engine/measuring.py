@@ -18,9 +18,8 @@ from specwire.engine import chosen
 from specwire.engine.batch import Feed
 from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import Runner
-from specwire.proposals.calibration import NUM_RANKS
 from specwire.proposals.estimate.costs import CostModel
-from specwire.proposals.growth import NUM_EXPANDED
+from specwire.proposals.growth import NUM_EXPANDED, NUM_RANKS
 from specwire.proposals.tree import TokenTree
 from specwire.rule.choices import SHARPNESS, Kind, likeliest
 from specwire.rule.columns import GREEDY, Encoded

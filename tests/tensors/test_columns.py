@@ -15,8 +15,7 @@ from specwire.engine.device import Decider
 from specwire.engine.drawn import Drawn
 from specwire.engine.jobs import Job, TokenSequence
 from specwire.errors import InternalError
-from specwire.proposals.calibration import Calibration
-from specwire.proposals.growth import TreeGrowth
+from specwire.proposals.growth import Calibration, TreeGrowth
 from specwire.support import Support
 from verify_service.verifier import VerifyDecider, VerifyJob
 

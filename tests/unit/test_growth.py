@@ -9,8 +9,7 @@ import pytest
 
 from specwire.core import MAX_TREE_NODES
 from specwire.proposals import tree
-from specwire.proposals.calibration import NUM_RANKS, Calibration
-from specwire.proposals.growth import TreeGrowth
+from specwire.proposals.growth import NUM_RANKS, Calibration, TreeGrowth
 
 SHARES = [0.45, 0.25, 0.15, 0.09]
 

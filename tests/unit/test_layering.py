@@ -21,7 +21,7 @@ ORDER = (
 WITHIN = {
     "text": (("schema_unions",), ("schema",), ("grammar", "tokenizer"), ("token_texts",)),
     "proposals": (
-        ("calibration", "tree", "history"),
+        ("tree", "history"),
         ("chains", "growth"),
         ("prepared", "pushes"),
         ("estimate",),
