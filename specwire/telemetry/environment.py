@@ -36,9 +36,9 @@ def variable(*names: str) -> str:
     return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
 
 
-def _otlp(setting: str) -> tuple[str, str]:
+def _otlp(name: str) -> tuple[str, str]:
     """The variables with a setting of the exporter: that for traces counts before the one for all signals."""
-    return f"OTEL_EXPORTER_OTLP_TRACES_{setting}", f"OTEL_EXPORTER_OTLP_{setting}"
+    return name.replace("OTLP_", "OTLP_TRACES_"), name
 
 
 def is_tracing_requested() -> bool:
@@ -48,7 +48,7 @@ def is_tracing_requested() -> bool:
     exporter = variable("OTEL_TRACES_EXPORTER")
     if exporter not in ("", "none", "otlp"):
         raise ConfigError(f"OTEL_TRACES_EXPORTER={exporter}: must be otlp or none")
-    return exporter == "otlp" or (exporter == "" and bool(variable(*_otlp("ENDPOINT"))))
+    return exporter == "otlp" or (exporter == "" and bool(variable(*_otlp("OTEL_EXPORTER_OTLP_ENDPOINT"))))
 
 
 def batch_limits() -> tuple[int, int, int]:
@@ -78,11 +78,15 @@ def check() -> None:
         if variable(name):
             _whole(name, 0, least=0)
     compressions = ("gzip",) if _protocol() == "grpc" else ("none", "gzip", "deflate")
-    for name in _otlp("COMPRESSION"):
+    for name in _otlp("OTEL_EXPORTER_OTLP_COMPRESSION"):
         _check(name, lambda value: value.lower() in compressions, "is no compression of this protocol")
-    for name in (*_otlp("HEADERS"), "OTEL_RESOURCE_ATTRIBUTES"):
+    for name in (*_otlp("OTEL_EXPORTER_OTLP_HEADERS"), "OTEL_RESOURCE_ATTRIBUTES"):
         _check(name, _is_pairs, "is not name=value,...")
-    for name in (*_otlp("CERTIFICATE"), *_otlp("CLIENT_KEY"), *_otlp("CLIENT_CERTIFICATE")):
+    for name in (
+        *_otlp("OTEL_EXPORTER_OTLP_CERTIFICATE"),
+        *_otlp("OTEL_EXPORTER_OTLP_CLIENT_KEY"),
+        *_otlp("OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"),
+    ):
         _check(name, lambda value: Path(value).is_file(), "is not a file")
 
 
@@ -105,13 +109,13 @@ def exporter() -> SpanExporter:
 
 
 def _protocol() -> str:
-    return variable(*_otlp("PROTOCOL")) or "grpc"
+    return variable(*_otlp("OTEL_EXPORTER_OTLP_PROTOCOL")) or "grpc"
 
 
 def _export_timeout_s() -> float:
     """Of one export, in seconds: the shorter of OTLP's (in seconds) and the batch processor's (in ms)."""
     timeout_s = _EXPORT_TIMEOUT_S
-    for name in reversed(_otlp("TIMEOUT")):
+    for name in reversed(_otlp("OTEL_EXPORTER_OTLP_TIMEOUT")):
         if text := variable(name):
             timeout_s = _number(name, text)
             if timeout_s <= 0:
