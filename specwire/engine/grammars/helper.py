@@ -156,7 +156,8 @@ def _run_child(compiler: Any, kind: str, value: Any, sending: Connection) -> Non
     resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY,) * 2)
     used = int(time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (used + int(COMPILE_S),) * 2)
-    sending.send(_compile(compiler, kind, value))
+    with contextlib.suppress(MemoryError):  # no answer: it takes too much
+        sending.send(_compile(compiler, kind, value))
 
 
 def _compile(compiler: Any, kind: str, value: Any) -> Reply:
