@@ -44,6 +44,9 @@ from verify_service.verifier import VerifyJob
 
 log = logging.getLogger(__name__)
 
+_BEFORE_LAST = -2
+"""What lies before the last committed token, as a parent of the prefix, which is -1."""
+
 
 @dataclass(slots=True, eq=False)
 class Growing:
@@ -52,8 +55,8 @@ class Growing:
     Attributes:
         committed: its tokens, those of the outcome included.
         num_ranked: candidates at each node; 1 for a chain.
-        rows: of nodes that were run, the places among all of them; of -2, what lies before the last token,
-            the row of the verdict that follows it.
+        rows: of nodes that were run, the places among all of them; of `_BEFORE_LAST`, the row of the verdict
+            after it.
         is_drawn: a chain of tokens that are drawn, instead of the likeliest ones.
         open: nodes to expand next.
         supports: that tokens were drawn from.
@@ -100,8 +103,7 @@ class Node(NamedTuple):
 
     @property
     def parent(self) -> int:
-        """Of the prefix, what lies before its last token: -2."""
-        return self.of.growth.parents[self.node] if self.node >= 0 else -2
+        return self.of.growth.parents[self.node] if self.node >= 0 else _BEFORE_LAST
 
     @property
     def token_id(self) -> int:
@@ -203,7 +205,9 @@ class GrownDrafts(OwnDrafts):
         num_ranked = NUM_RANKS if is_tree else 1
         # The masks of a grammar may fail, or be late, for one token and not for another: none is drawn then.
         is_drawn = self.draws and not kind and sequence.grammar is None
-        found = self._grown[sequence] = Growing(sequence, committed, growth, num_ranked, {-2: row}, is_drawn)
+        found = self._grown[sequence] = Growing(
+            sequence, committed, growth, num_ranked, {_BEFORE_LAST: row}, is_drawn
+        )
         return found
 
     def grow(self, growing: list[Growing]) -> None:
