@@ -32,11 +32,11 @@ from specwire import clock
 from specwire.core import MAX_NUM_DRAFT_TOKENS, Load, SamplingParams, check_adapter, check_token_id
 from specwire.engine.batch import Feeds
 from specwire.engine.cache import prefix
+from specwire.engine.counts import EngineStatus
 from specwire.engine.device import (
     NO_DRAFTING,
     Decider,
     DeviceLostError,
-    EngineStatus,
     Runner,
     SpareWork,
     StepHook,

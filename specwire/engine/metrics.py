@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specwire.engine.boot import ModelService
-from specwire.engine.device import NUM_STEP_SIZES
+from specwire.engine.counts import NUM_STEP_SIZES
 from specwire.telemetry.metrics import Counter, Gauge, Group, Histogram, HistogramData, Labelled, Metric
 
 
