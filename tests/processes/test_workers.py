@@ -14,7 +14,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from specwire import AsyncClient, Completion, ConfigError, SamplingParams
+from specwire import AsyncClient, AsyncStream, Completion, ConfigError, SamplingParams
 from specwire.cli.process import Service
 from specwire.config.fields import next_address
 from specwire.config.preflight.plan import check_addresses
@@ -81,15 +81,23 @@ def coordinators() -> Iterator[Coordinators]:
 
 @contextlib.asynccontextmanager
 async def generating(coordinators: Coordinators) -> Any:
-    """Clients, and a generation of each, as many as it takes until all workers have some."""
+    """Clients, and a generation of each that has begun, as many as it takes until all workers have some."""
+
+    async def rest(stream: AsyncStream) -> Completion:
+        async for _ in stream:
+            pass
+        return stream.completion
+
     clients: list[AsyncClient] = []
     tasks: list[asyncio.Task[Completion]] = []
     async with contextlib.AsyncExitStack() as stack:
         while min(coordinators.running()) < 1:
             assert len(clients) < MAX_CLIENTS
             clients.append(await stack.enter_async_context(AsyncClient(coordinators.address)))
-            tasks.append(asyncio.create_task(clients[-1].generate(params=GREEDY, prompt_token_ids=PROMPT)))
-            await asyncio.sleep(0.05)
+            generation = clients[-1].stream(params=GREEDY, prompt_token_ids=PROMPT)
+            stream = await stack.enter_async_context(generation)
+            await anext(stream)
+            tasks.append(asyncio.create_task(rest(stream)))
         yield clients, tasks
 
 
