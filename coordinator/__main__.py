@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractAsyncContextManager
 
 from specwire.cli import kept
 from specwire.config import preflight
@@ -12,18 +13,19 @@ from specwire.rpc import process
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, connect to the model services, serve until a signal."""
-    return process.run_service("coordinator", "Run one coordinator.", CoordinatorCommand, _serve, argv)
+    return process.run_service(
+        "coordinator", "Run one coordinator.", CoordinatorCommand, _prepare, argv, shows_life=kept.is_worker()
+    )
 
 
-async def _serve(config: CoordinatorCommand) -> None:
-    is_worker = kept.is_worker()
-    if not is_worker:
+def _prepare(config: CoordinatorCommand) -> AbstractAsyncContextManager[str]:
+    if not kept.is_worker():
         preflight.check(config)
         if config.workers > 1:
             kept.run_workers(["coordinator"], config)
     from coordinator.service import serving  # after the flags were checked
 
-    await process.run_until_signal(serving(config), shows_life=is_worker)
+    return serving(config)
 
 
 if __name__ == "__main__":

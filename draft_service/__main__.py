@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import AbstractAsyncContextManager
 
 from specwire.config import preflight
 from specwire.config.services import DraftCommand
@@ -14,17 +15,17 @@ from specwire.rpc import process
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
-    return process.run_service("draft", "Run one draft service.", DraftCommand, _serve, argv)
+    return process.run_service("draft", "Run one draft service.", DraftCommand, _prepare, argv)
 
 
-async def _serve(config: DraftCommand) -> None:
+def _prepare(config: DraftCommand) -> AbstractAsyncContextManager[str]:
     preflight.check(config)
     process.end_at_once_by_signals(signal.SIGINT, signal.SIGTERM)
     threads.spin_briefly(os.environ)
     with process.importing():
         from draft_service.service import serving  # loads torch: after the flags were checked
 
-    await process.run_until_signal(serving(config))
+    return serving(config)
 
 
 if __name__ == "__main__":

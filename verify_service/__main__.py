@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import AbstractAsyncContextManager
 
 from specwire.config import preflight
 from specwire.config.services import VerifyCommand
@@ -14,10 +15,10 @@ from specwire.rpc import process
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags and variables, load the model, serve until a signal."""
-    return process.run_service("verify", "Run one verify service, or several.", VerifyCommand, _serve, argv)
+    return process.run_service("verify", "Run one verify service, or several.", VerifyCommand, _prepare, argv)
 
 
-async def _serve(config: VerifyCommand) -> None:
+def _prepare(config: VerifyCommand) -> AbstractAsyncContextManager[str]:
     preflight.check(config)
     process.end_at_once_by_signals(signal.SIGINT, signal.SIGTERM)
     threads.spin_briefly(os.environ)
@@ -28,7 +29,7 @@ async def _serve(config: VerifyCommand) -> None:
     with process.importing():
         from verify_service.service import serving  # loads torch: after the flags were checked
 
-    await process.run_until_signal(serving(config))
+    return serving(config)
 
 
 if __name__ == "__main__":

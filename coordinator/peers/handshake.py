@@ -229,7 +229,7 @@ class RemoteReplica(Replica):
             if not self._health:
                 await self._mark_not_serving()
                 return
-            await self._shake_hands()
+            self.mark_ready(await self._shake_hands())
             await self._next_change(_POLL_S)
 
     async def _next_change(self, timeout_s: float) -> None:
@@ -239,9 +239,11 @@ class RemoteReplica(Replica):
                 await self._change.wait()
         self._change.clear()
 
-    async def _shake_hands(self) -> None:
-        """Raises:
-        SpecwireError: it is unavailable, incompatible, or hangs.
+    async def _shake_hands(self) -> ModelInfo:
+        """What it serves; its load is noted.
+
+        Raises:
+            SpecwireError: it is unavailable, incompatible, or hangs.
         """
         response = await _answer(self._stub.GetModelInfo, self._role.info_request, _HANDSHAKE_TIMEOUT_S)
         if response.status.silent_ms:
@@ -253,7 +255,7 @@ class RemoteReplica(Replica):
         self.num_other_streams = max(0, status.num_sequences - self.num_streams)
         self.num_held_pages = status.num_held_pages
         self.num_pages = status.num_held_pages + status.num_free_pages
-        self.mark_ready(info)
+        return info
 
     async def page_of_tokenizer(self, offset: int) -> bytes:
         """Of the target's `TokenizerFiles`, from a target.
@@ -271,12 +273,13 @@ class RemoteReplica(Replica):
             await self._shake_hands()
         except ServiceLoadingError:
             self.mark_unavailable(LOADING)
+            return
         except _DeviceHangsError as error:
             super().mark_lost(str(error))
+            return
         except SpecwireError:
-            self.mark_unavailable(_DRAINS)
-        else:
-            self.mark_unavailable(_DRAINS)
+            pass  # it ends
+        self.mark_unavailable(_DRAINS)
 
 
 class _DeviceHangsError(ServiceUnavailableError):
@@ -336,7 +339,7 @@ class VerifyPool(Pool):
                         patience.reschedule(loop.time() + timeout_s)
                     await self._wait_for_change()
                     await self.all_contacted()
-        if self._info is None:
+        if not self.available:
             problem = f"{self.unavailable} (waited {timeout_s:g} s, --connect-timeout-s)"
             raise ServiceUnavailableError(problem)
 

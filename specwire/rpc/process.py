@@ -9,19 +9,22 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TypeVar
 
 from specwire import parent
 from specwire.config import environment, extras
-from specwire.config.flags import Config, as_given, read_config
+from specwire.config.flags import as_given, read_config
 from specwire.config.parser import Parser, add_config_file, add_flags
+from specwire.config.services import ServiceConfig
 from specwire.errors import SpecwireError
 from specwire.rpc import descriptors, interrupts, listening, private
 from specwire.telemetry import logs
 
 log = logging.getLogger(__name__)
+
+Command = TypeVar("Command", bound=ServiceConfig)
 
 _LIFE_S = 1.0
 
@@ -130,12 +133,20 @@ def _end(number: int, _: object) -> None:
 def run_service(
     name: str,
     about: str,
-    kind: type[Config],
-    serve: Callable[[Config], Coroutine[Any, Any, None]],
+    kind: type[Command],
+    prepare: Callable[[Command], AbstractAsyncContextManager[str]],
     argv: Sequence[str] | None,
+    *,
+    shows_life: bool = False,
 ) -> int:
     """Read flags and variables and run a service to its end; returns its exit status. A SpecwireError becomes
-    one line in its log and status 2."""
+    one line in its log and status 2.
+
+    Args:
+        prepare: checks the flags, imports, and makes what `run_until_signal` enters; a parent of services
+            keeps them instead, and does not return.
+        shows_life: as of `run_until_signal`.
+    """
     parser = Parser(prog=f"specwire {name}", description=about)
     add_config_file(parser)
     add_flags(parser, kind)
@@ -145,19 +156,17 @@ def run_service(
     parent.end_with_it()
     logs.show_stacks_on_signal()
     try:
+        config = read_config(kind, args, os.environ)
+        logs.set_up(config.log_level, config.log_format, name)
+        environment.check_environment(os.environ)
+        listening.check(config)
+        extras.require(f"specwire {name}", "coordinator" if name == "coordinator" else "serve")
+        serving = prepare(config)
         with asyncio.Runner(loop_factory=private.Loop) as runner:
-            runner.run(_checked(name, read_config(kind, args, os.environ), serve))
+            runner.run(run_until_signal(serving, shows_life=shows_life))
     except SpecwireError as error:
         logs.report(as_given(error, args))
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-async def _checked(name: str, config: Any, serve: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-    logs.set_up(config.log_level, config.log_format, name)
-    environment.check_environment(os.environ)
-    listening.check(config)
-    extras.require(f"specwire {name}", "coordinator" if name == "coordinator" else "serve")
-    await serve(config)
