@@ -46,8 +46,13 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="test-services", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="test-services", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        """Tasks that are left in the end are cancelled, as in a process."""
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.get_loop().run_forever()
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -73,7 +78,6 @@ class LoopThread:
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self.loop.close()
 
 
 @contextlib.contextmanager
