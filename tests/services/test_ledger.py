@@ -129,6 +129,21 @@ def test_what_was_drafted_ahead_is_not_network() -> None:
     assert found[Stage.DRAFT] > 1.5 * found[Stage.DRAFT_NETWORK], found  # else it is the smaller one
 
 
+def test_a_verdict_that_did_not_wait_for_its_request_is_not_awaited() -> None:
+    """Its service's span comes after the one around the call: the target goes on by itself, 10 ms away."""
+    with traced(draft=None, verify_link=Link(rtt_ms=20)) as (stack, receiver):
+        done = generate(stack, num_draft_tokens=0, max_tokens=64)
+        roots(receiver, 1)
+    calls = {span.span_id: span for span in receiver.spans if span.name == "verify"}
+    served = [(span, calls[span.parent_id]) for span in receiver.spans if span.name == "verify.serve"]
+    assert done.speculation.num_rounds - 1 <= len(served) <= len(calls)  # the last one may be closed by then
+    awaited = [call.attributes["specwire.awaited"] for _, call in served]
+    assert sum(awaited) < len(calls) / 2
+    assert all(
+        serve.end_ns < call.end_ns for (serve, call), is_so in zip(served, awaited, strict=True) if is_so
+    )
+
+
 def test_eight_streams_at_once_wait_for_each_other() -> None:
     """One prompt fills a pass, so the last of eight waits for six or seven passes."""
     with (
