@@ -167,45 +167,45 @@ TABLE: tuple[Metric[GenerationServicer], ...] = (
     Gauge(
         "specwire_chosen_draft_tokens",
         "Draft tokens in the latest rounds that had any, on the average.",
-        lambda now: now.choice.costs.mean_drafted,
+        lambda now: now.assembly.choice.costs.mean_drafted,
     ),
     Gauge(
         "specwire_chosen_tree_nodes",
         "Nodes of token trees whose size the coordinator chooses; 0 for chains. With trees, the other "
         "choices are those of their depth.",
-        lambda now: now.choice.chosen.num_nodes,
+        lambda now: now.assembly.choice.chosen.num_nodes,
     ),
     Gauge(
         "specwire_chosen_draft_tokens_cap",
         "Most draft tokens in a round whose number the coordinator chooses; 0 decodes plainly.",
-        lambda now: now.choice.longest,
+        lambda now: now.assembly.choice.longest,
     ),
     Gauge(
         "specwire_chosen_outcomes",
         "Outcomes of a round that the draft prepares for.",
-        lambda now: now.choice.num_outcomes,
+        lambda now: now.assembly.choice.num_outcomes,
     ),
     Gauge(
         "specwire_expected_tokens_per_second",
         "Tokens a second of a stream that are expected of each way to draft, with as many streams as now.",
-        lambda now: {(str(each.way),): each.expected_rate for each in now.choice.compared()},
+        lambda now: {(str(each.way),): each.expected_rate for each in now.assembly.choice.compared()},
         ("way",),
     ),
     Gauge(
         "specwire_measured_tokens_per_second",
         "Tokens a second of a stream as last measured of each way to draft; 0 if it never ran.",
-        lambda now: {(str(each.way),): each.measured_rate for each in now.choice.compared()},
+        lambda now: {(str(each.way),): each.measured_rate for each in now.assembly.choice.compared()},
         ("way",),
     ),
     Counter(
         "specwire_trials_total",
         "Trials of another way to draft, by cap, outcomes and shape of proposals, that have begun.",
-        lambda now: now.choice.num_trials,
+        lambda now: now.assembly.choice.num_trials,
     ),
     Gauge(
         "specwire_earlier_output_bytes",
         f"Memory of earlier outputs that drafts are made from, at most {MAX_BYTES >> 20} MiB.",
-        lambda now: now.texts.earlier.num_bytes,
+        lambda now: now.assembly.texts.earlier.num_bytes,
     ),
     # peers
     Gauge(

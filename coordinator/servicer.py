@@ -5,45 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from coordinator import spans
 from coordinator.admission import Admission, AdmissionSlot
+from coordinator.assembly import Assembly
 from coordinator.beams.answer import BeamAnswer
-from coordinator.beams.followers import BeamDrafts, Followers
-from coordinator.beams.planning import BeamPlanner, SharedBeamCosts
+from coordinator.beams.followers import Followers
 from coordinator.beams.search import BeamGeneration
 from coordinator.credit import Credit
-from coordinator.drafts.choice import DraftChoices
-from coordinator.drafts.methods import TextDrafts
-from coordinator.drafts.own import OwnDrafter
 from coordinator.generation import Drafter, Generation, Planner
 from coordinator.ledger import Ledger
-from coordinator.length.choice import Compared, SharedChoice
-from coordinator.length.planners import (
-    DEFAULT_TREE_NODES,
-    AdaptiveLength,
-    FixedLength,
-    SeveralChains,
-    WithText,
-)
-from coordinator.peers.drafter import RemoteDrafter
+from coordinator.length.choice import Compared
 from coordinator.peers.handshake import DraftPool, VerifyPool
 from coordinator.peers.replicas import Replica
 from coordinator.peers.verifier import RemoteVerifier
 from coordinator.plain import DefaultRequests
 from coordinator.reader import CreditReader, Writes
-from coordinator.requests import CheckedRequest, GenerationRequest, RequestParser
-from coordinator.scoring import scored_prompt, scoring
+from coordinator.requests import GenerationRequest, RequestParser
+from coordinator.scoring import scored_prompt
 from coordinator.session import Session
 from coordinator.totals import CallRecord, Totals
 from specwire import clock
 from specwire.completion import Completion, Stage
 from specwire.config.security.bearer import Principal
 from specwire.config.services import CoordinatorConfig
-from specwire.core import SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.rpc import listening
 from specwire.rpc.wire import client as client_wire
@@ -66,9 +54,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The coordinator's service, as its clients see it.
 
     Attributes:
-        totals, admission, texts: of this process.
+        totals, admission: of this process.
         verify, draft: the model services.
-        choice: what the streams that draft by default learn together, or follow.
+        assembly: makes the parts of generations.
     """
 
     def __init__(
@@ -82,7 +70,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         files: TokenizerFiles = NO_FILES,
     ) -> None:
         self.config: CoordinatorConfig = config
-        self.texts: TextDrafts = TextDrafts(config.text_draft, tokenizer)
         self.verify: VerifyPool = verify
         self.draft: DraftPool = draft
         self._tokenizer = tokenizer
@@ -91,54 +78,32 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tracer = tracer
         self._started_s = time.monotonic()
         self.admission: Admission = Admission(max_running=config.max_running, max_waiting=config.max_waiting)
-        self._choice = SharedChoice(
-            lambda: self.admission.num_running,
-            told=lambda: (verify.info.costs, draft.info.costs if draft.info else None),
-            num_outcomes=config.fixed_outcomes,
-            may_prepare=self._may_prepare,
+        self.assembly: Assembly = Assembly(
+            config, verify, draft, tokenizer, tracer, lambda: self.admission.num_running
         )
-        self._own_choice = SharedChoice(
-            lambda: self.admission.num_running, told=lambda: (verify.info.costs, None)
-        )
-        self._kseq_choice = SharedChoice(
-            lambda: self.admission.num_running, num_chains=config.model_draft.num_chains
-        )
-        self._beam_costs = SharedBeamCosts()
-        drafts = DraftChoices(
-            config, lambda: draft.info.name if draft.info else "", own_source=verify.info.own_source
-        )
-        self.choice: SharedChoice = self._own_choice if drafts.choose(None).uses_own else self._choice
-        if config.model_draft.selection:
-            self.choice = self._kseq_choice
         self._parser = RequestParser(
             config,
             verify.info,
             tokenizer,
-            drafts,
-            lambda: self._choice.is_draft_far,
+            self.assembly.drafts,
+            lambda: self.assembly.is_draft_far,
             lambda: draft.info is not None and draft.info.learning is not None,
         )
-        self._default_requests = DefaultRequests(config, drafts, self.choice)
+        self._default_requests = DefaultRequests(config, self.assembly.drafts, self.assembly.choice)
         self._num_finished = 0
         self._writes = Writes()
         self.totals: Totals = Totals()
-
-    def _may_prepare(self) -> bool:
-        """Whether the draft works during the target's passes: not where both would then be slower."""
-        draft, target = self.draft.info, self.verify.info
-        is_fixed = self.config.fixed_outcomes is not None
-        return is_fixed or draft is None or not draft.takes_turns_with(target)
 
     async def Generate(  # noqa: N802
         self, requests: AsyncIterator[generation_pb2.GenerateRequest], context: Any
     ) -> None:
         call = await self._arrived(context)
-        with self.totals.record(call, context.time_remaining):
+        with self.totals.record(call):
             # A stream that ends without a request counts as one whose request has no prompt.
             first = await anext(aiter(requests), generation_pb2.GenerateRequest())
             checked = self._parser.check(first, listening.caller(context))
             call.span.set(spans.of_request(checked, self.verify.info.name))
-            planner = self._planner(checked)
+            planner = self.assembly.planner(checked)
             credit = Credit(checked.credit_window, planner.limit + 1)
             pace = credit, self.config.idle_timeout_s, self._writes
             async with (
@@ -147,7 +112,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 acknowledged(requests, reader),
             ):
                 request = await self._parser.encode(checked)
-                served = _Served(request, planner, reader, slot, context.time_remaining, call)
+                served = _Served(request, planner, reader, slot, call)
                 try:
                     completion = await (self._search if request.beam_rules is not None else self._generate)(
                         served
@@ -174,7 +139,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         if request_id:
             await context.send_initial_metadata((("x-request-id", request_id),))
-        return CallRecord(self.totals, ledger, span, request_id)
+        return CallRecord(self.totals, ledger, span, request_id, context.time_remaining)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, caller: Principal, call: CallRecord) -> AsyncIterator[AdmissionSlot]:
@@ -189,8 +154,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _generate(self, served: _Served) -> Completion:
         request, reader, call = served.request, served.reader, served.call
         await self._score_prompt(served)
-        verifier = self._verifier(served)
-        drafter = self._drafter(served, verifier)
+        verifier = self.assembly.verifier(request, call, served.planner.limit)
+        drafter = self.assembly.drafter(request, call, verifier)
         with contextlib.closing(verifier), contextlib.closing(drafter):
             generation = Generation(
                 request=request,
@@ -232,7 +197,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request, call = served.request, served.call
         if request.params.prompt_logprobs is None or request.generated_token_ids:
             return
-        with contextlib.closing(self._remote_verifier(scoring(request), served)) as verifier:
+        with contextlib.closing(self.assembly.scorer(request, call)) as verifier:
             turns = served.with_peers(verifier)
             scores = scored_prompt(request, verifier, self._tokenizer, call.ledger, call.span, turns)
             async with contextlib.aclosing(scores):
@@ -243,21 +208,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """A beam search, which the client hears of at its end."""
         request, reader, call = served.request, served.reader, served.call
         assert request.beam_rules is not None
-        verifiers = [self._verifier(served) for _ in range(request.beam_rules.num_beams)]
-        targets = Followers(verifiers, request.prompt_token_ids)
-        drafts = self._beam_drafts(served, request.beam_rules.num_beams)
-        num_draft_tokens = request.num_draft_tokens if drafts.sequences else 0
+        num_beams = request.beam_rules.num_beams
+        planner, drafts, targets = self.assembly.beams(request, call, num_beams, served.planner.limit)
         with contextlib.closing(targets), contextlib.closing(drafts):
             search = BeamGeneration(
                 request=request,
                 drafts=drafts,
                 targets=targets,
-                planner=BeamPlanner(
-                    num_draft_tokens,
-                    request.max_depth,
-                    self._beam_costs,
-                    why_plain=request.why_plain or self.draft.unavailable,
-                ),
+                planner=planner,
                 ledger=call.ledger,
                 tracer=self._tracer,
                 parent=call.span,
@@ -281,84 +239,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call.count(num_sent)
         served.send(first)
         return completion
-
-    def _beam_drafts(self, served: _Served, num_beams: int) -> BeamDrafts:
-        """A sequence of the draft service for each beam; none without a draft."""
-        request = served.request
-        num_slots = num_beams if request.draft.uses_model and self.config.draft_address else 0
-        params = replace(request.keyed_params, logprobs=None)
-        drafters = [self._remote_drafter(served, params) for _ in range(num_slots)]
-        return BeamDrafts(drafters, request.prompt_token_ids)
-
-    def _verifier(self, served: _Served) -> RemoteVerifier:
-        request = served.request
-        is_alone = request.num_chains == 1 and request.beam_rules is None
-        return self._remote_verifier(
-            request,
-            served,
-            goes_on=self.config.verify_ahead and not request.draft.uses_text and is_alone,
-            max_depth=served.planner.limit,
-            drafts=request.draft.uses_own or request.draft.follows_grammar,
-        )
-
-    def _remote_verifier(self, request: GenerationRequest, served: _Served, **options: Any) -> RemoteVerifier:
-        return RemoteVerifier(
-            self.verify,
-            request,
-            remaining_s=served.remaining_s,
-            timeout_s=self.config.failover_timeout_s,
-            tracer=self._tracer,
-            parent=served.call.span,
-            **options,
-        )
-
-    def _drafter(self, served: _Served, verifier: RemoteVerifier) -> Drafter:
-        """The target itself, the draft service, a text, or both of these."""
-        request = served.request
-        if request.draft.uses_own:
-            return OwnDrafter(verifier)
-        drafter: Drafter = self._remote_drafter(served, request.keyed_params, on_prepared=verifier.prepare)
-        if request.draft.method:
-            drafter = self.texts.drafter(request, drafter)
-        return self.texts.forced(request, drafter, verifier) if request.draft.follows_grammar else drafter
-
-    def _remote_drafter(self, served: _Served, params: SamplingParams, **options: Any) -> RemoteDrafter:
-        request = served.request
-        return RemoteDrafter(
-            self.draft,
-            params,
-            request.prompt_len,
-            request.target.vocab_size,
-            may_teach=request.may_teach,
-            may_be_tree=request.max_depth != 0 or request.num_chains > 1,
-            num_chains=request.num_chains,
-            timeout_s=self.config.draft_timeout_ms / 1e3,
-            deadline_s=served.remaining_s(),
-            tracer=self._tracer,
-            parent=served.call.span,
-            **options,
-        )
-
-    def _planner(self, checked: CheckedRequest) -> Planner:
-        draft, num_draft_tokens = checked.draft, checked.num_draft_tokens
-        choice, drafting = self._choice, self.draft.info
-        if draft.uses_own:
-            choice, drafting = self._own_choice, self.verify.info
-        elif checked.num_chains > 1:
-            choice, drafting = self._kseq_choice, None
-        planner = planner_of(
-            choice,
-            num_draft_tokens if draft.uses_own or draft.uses_model else 0,
-            checked.max_depth,
-            has_trees=drafting is not None and drafting.trees,
-            why_plain=checked.why_plain,
-        )
-        if checked.num_chains > 1:
-            planner = SeveralChains(planner, checked.num_chains)
-        if not draft.uses_text:
-            return planner
-        most = self.texts.config(draft.method).num_speculative_tokens
-        return WithText(planner, most if num_draft_tokens is None else num_draft_tokens)
 
     async def GetModelInfo(  # noqa: N802
         self, request: generation_pb2.GetModelInfoRequest, context: Any
@@ -402,11 +282,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 generation_pb2.SourceTotals(**asdict(each))
                 for each in self.totals.tally.speculation().by_source
             ],
-            ways=map(_way_status, self.choice.compared()),
+            ways=map(_way_status, self.assembly.choice.compared()),
             num_workers=self.config.workers,
             choices=[
                 generation_pb2.ChoiceStatus(
-                    num_streams=num, ways=map(_way_status, self.choice.at(num).expected())
+                    num_streams=num, ways=map(_way_status, self.assembly.choice.at(num).expected())
                 )
                 for num in asked
             ],
@@ -418,7 +298,6 @@ class _Served:
     """A request that has its slot, and its client. Says when its rounds may start, as a `generation.Turns`.
 
     Attributes:
-        remaining_s: until its deadline; None without one.
         peers: whose sequences are closed during a long wait.
     """
 
@@ -426,7 +305,6 @@ class _Served:
     planner: Planner
     reader: CreditReader
     slot: AdmissionSlot
-    remaining_s: Callable[[], float | None]
     call: CallRecord
     peers: tuple[Drafter | RemoteVerifier | Followers[Any], ...] = ()
 
@@ -479,22 +357,6 @@ async def acknowledged(
         yield
     finally:
         receiving.cancel()
-
-
-def planner_of(
-    choice: SharedChoice,
-    num_draft_tokens: int | None,
-    max_depth: int | None,
-    *,
-    has_trees: bool,
-    why_plain: str = "",
-) -> Planner:
-    """Of a draft model, or of a target that drafts for itself."""
-    if num_draft_tokens == 0:
-        return FixedLength(0, choice, why_plain=why_plain)
-    if num_draft_tokens is None and not max_depth:
-        return AdaptiveLength(choice, has_trees=has_trees and max_depth is None)
-    return FixedLength(num_draft_tokens or DEFAULT_TREE_NODES, choice, max_depth or 0)
 
 
 def _replica_status(replica: Replica) -> generation_pb2.ReplicaStatus:

@@ -57,6 +57,7 @@ class CallRecord:
         ledger: its stages since it arrived.
         span: from the arrival to the end.
         request_id: the client's own; empty without one.
+        remaining_s: until its deadline; None without one.
         generation: None until it begins.
     """
 
@@ -64,6 +65,7 @@ class CallRecord:
     ledger: Ledger
     span: Span = NO_SPAN
     request_id: str = ""
+    remaining_s: Callable[[], float | None] = lambda: None
     generation: Session | BeamAnswer | None = None
     _last_chunk_s: float | None = None
 
@@ -122,18 +124,14 @@ class Totals:
         }
 
     @contextlib.contextmanager
-    def record(self, call: CallRecord, remaining_s: Callable[[], float | None]) -> Iterator[None]:
-        """Count, trace and log the call that the body serves.
-
-        Args:
-            remaining_s: until the client's deadline; None without one.
-        """
+    def record(self, call: CallRecord) -> Iterator[None]:
+        """Count, trace and log the call that the body serves."""
         self._ledgers.add(call.ledger)
         status, refused = OK, dict[str, str]()
         try:
             yield
         except BaseException as error:
-            status = _status_of_call(call, error, remaining_s())
+            status = _status_of_call(call, error)
             if isinstance(error, errors.InvalidRequestError):
                 refused = logs.refused(error)
             if status != OK:
@@ -180,7 +178,7 @@ def status_of(error: BaseException) -> str:
     return CANCELLED if is_cancelled else INTERNAL
 
 
-def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float | None) -> str:
+def _status_of_call(call: CallRecord, error: BaseException) -> str:
     status = status_of(error)
     if status != CANCELLED:
         return status
@@ -188,6 +186,7 @@ def _status_of_call(call: CallRecord, error: BaseException, remaining_s: float |
         return OK  # the client has its last message, and hung up before the call ended here
     # A client cancels when the deadline passes on its clock; here it passes later, by the time that the
     # request was on its way.
+    remaining_s = call.remaining_s()
     has_passed = remaining_s is not None and remaining_s < _MAX_ONE_WAY_S
     return DEADLINE_EXCEEDED if has_passed else CANCELLED
 

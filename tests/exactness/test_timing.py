@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-import coordinator.servicer
+import coordinator.assembly
 from benchmarks.simulation import system, virtual_time
 from benchmarks.simulation.devices import StepCost
 from benchmarks.simulation.network import Link
@@ -132,7 +132,7 @@ def test_lateness_does_not_look_at_the_tokens(
     If a proposal were as large as its supports, heads would come in time more often; likewise if one were
     given up because the draft fails after one of its tokens.
     """
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", impatient(0.1, usual_s=0.006))
+    monkeypatch.setattr(coordinator.assembly, "AdaptiveLength", impatient(0.1, usual_s=0.006))
     # By logits that are no numbers: it is asked again.
     monkeypatch.setattr(Replica, "mark_lost", lambda *_: None)
     world = setting(
@@ -201,7 +201,7 @@ def test_nothing_that_is_prepared_depends_on_tokens(
     """
     if not is_right:
         monkeypatch.setattr(Drawn, "supported", only_supports)
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Prepares)
+    monkeypatch.setattr(coordinator.assembly, "AdaptiveLength", Prepares)
     world = setting(
         Coins(alpha=0.5, runner_up=float(fails_after_tails), vocab_size=2 * HALF),
         target=StepCost(base_ms=500.0),
@@ -264,7 +264,7 @@ def test_prepared_proposals_are_not_late_for_their_own_tokens(
     if not is_right:
         monkeypatch.setattr(Drawn, "supported", only_supports)
         monkeypatch.setattr(Rows, "bases", property(lambda rows: np.zeros(len(rows.seeds), np.int64)))
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", HardlyWaits)
+    monkeypatch.setattr(coordinator.assembly, "AdaptiveLength", HardlyWaits)
     world = setting(
         Threes(alpha=0.5, vocab_size=256),
         # About when what is prepared arrives, for the control: 12.9 shows it as well, 13.3 and 14.5 do not.
@@ -349,7 +349,7 @@ def test_guessed_tokens_are_not_kept_more_often(
 
     monkeypatch.setattr(system, "DraftServicer", with_inner)
     # For one pass of the draft; in some rounds for any number.
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", impatient(0.05, usual_s=0.017))
+    monkeypatch.setattr(coordinator.assembly, "AdaptiveLength", impatient(0.05, usual_s=0.017))
     world = setting(
         Fair(vocab_size=2 * HALF), draft=StepCost(base_ms=10.0), link=Link(rtt_ms=2.0), max_depth="0"
     )
@@ -396,7 +396,7 @@ def test_neither_prepared_nor_late_proposals_change_the_distribution(
     fields: dict[str, Any] = {"seed": 1, "num_draft_tokens": 2, "max_tokens": 2_000}
     world = setting(model, num_outcomes="16")
     if is_late:
-        monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Hasty)
+        monkeypatch.setattr(coordinator.assembly, "AdaptiveLength", Hasty)
         world = setting(model, num_draft_tokens="auto", link=Link(rtt_ms=16.0))  # in the next pass
         fields = {"seed": 2, "temperature": 0.5, "max_tokens": 6_000}
     else:

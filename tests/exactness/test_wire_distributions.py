@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-import coordinator.servicer
+import coordinator.assembly
 from coordinator.generation import Plan, Round
 from coordinator.length.planners import AdaptiveLength
 from specwire import Completion, Rule, SamplingParams
@@ -239,7 +239,7 @@ class Restless(AdaptiveLength):
 def test_a_length_chosen_by_what_happened_does_not_change_the_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor
 ) -> None:
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Restless)
+    monkeypatch.setattr(coordinator.assembly, "AdaptiveLength", Restless)
     pair = save_markov_pair(tmp_path, -1.0)
     with local_stack(*pair, coordinator_options={"num_draft_tokens": "auto"}) as stack:
         params: dict[str, Any] = {"max_tokens": ALONE, "rule": Rule.REJECTION}

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-import coordinator.servicer
+import coordinator.assembly
 from coordinator.generation import Plan
 from coordinator.length.planners import AdaptiveLength
 from coordinator.peers import drafter
@@ -232,7 +232,7 @@ def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         time.sleep(0.1)
         return fill(self, *arguments)
 
-    monkeypatch.setattr(coordinator.servicer, "AdaptiveLength", Impatient)
+    monkeypatch.setattr(coordinator.assembly, "AdaptiveLength", Impatient)
     return lambda: monkeypatch.setattr(GrammarMatcher, "fill", slowly)
 
 

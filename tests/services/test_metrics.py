@@ -431,7 +431,7 @@ def test_without_an_address_nothing_is_imported() -> None:
 def test_a_request_that_never_ran_has_a_status_and_a_duration() -> None:
     totals = Totals()
     call = CallRecord(totals, Ledger())
-    with pytest.raises(ResourceExhaustedError), totals.record(call, lambda: None):
+    with pytest.raises(ResourceExhaustedError), totals.record(call):
         raise ResourceExhaustedError("full")
     assert totals.requests["RESOURCE_EXHAUSTED", ""] == 1
     assert sum(totals.duration_s["RESOURCE_EXHAUSTED",].counts) == 1

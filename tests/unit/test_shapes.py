@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from coordinator.assembly import planner_of
 from coordinator.cost import CallOutcome, Cost
 from coordinator.generation import Plan, Planner, Round
 from coordinator.length.choice import SharedChoice
 from coordinator.length.planners import DEFAULT_TREE_NODES, AdaptiveLength, FixedLength
 from coordinator.length.ways import CHAIN, TREES
-from coordinator.servicer import planner_of
 from specwire.core import Load, Outcome, Proposal, Verdict
 
 ALPHA = 0.7
