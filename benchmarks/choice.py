@@ -185,6 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the table here, and figures beside it as JSON")
     args = parser.parse_args(argv)
+    if args.out and args.out.is_dir():
+        parser.error(f"--out {args.out} is a folder: name a file")
     if TRAINED in args.pairs and not (TRAINED_DIR / "evaluation.json").is_file():
         parser.error(f"{TRAINED_DIR} has no trained pair; make it with `{TRAINING}`")
     print("\n".join(HEADER), flush=True)
