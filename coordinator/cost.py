@@ -13,7 +13,7 @@ class CallOutcome(enum.StrEnum):
     """How a call to a model service ended."""
 
     READY = "ready"
-    """No request was needed: a prepared proposal was there, or the verdict had left already."""
+    """No request was needed: a prepared proposal was there."""
     BEGUN = "begun"
     """A proposal arrived that the service had begun to prepare before the request reached it."""
     ASKED = "asked"

@@ -95,6 +95,6 @@ def describe(span: Span, proposal: Proposal, cost: Cost) -> None:
                 names.HANDLING_MS: cost.handling_ns / 1e6,
                 names.NETWORK_MS: cost.network_ns / 1e6,
                 # Else the service's span may end after this one.
-                names.AWAITED: cost.outcome not in (CallOutcome.TIMED_OUT, CallOutcome.READY),
+                names.AWAITED: cost.outcome not in (CallOutcome.TIMED_OUT, CallOutcome.BEGUN),
             }
         )

@@ -116,11 +116,8 @@ class _VerifySequence:
             self._asked, self._answer = order, asyncio.get_running_loop().create_future()
             found = await self._answer
         answer, num_bytes = found
-        outcome = CallOutcome.BEGUN if answer.ahead_id else CallOutcome.ASKED
-        if answer.ahead_id and not answer.timings.residence_ns:
-            outcome = CallOutcome.READY
         cost = split(
-            outcome,
+            CallOutcome.BEGUN if answer.ahead_id else CallOutcome.ASKED,
             clock.stopwatch_ns() - started_ns,
             _as_asked(answer.timings) if answer.ahead_id else answer.timings,
             self.request_bytes,
