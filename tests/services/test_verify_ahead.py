@@ -173,7 +173,7 @@ def test_it_goes_on_with_drafts_and_without_by_turns(
     on: Watched, expected: Completion, monkeypatch: pytest.MonkeyPatch, num_plain: int
 ) -> None:
     """What was begun for the plan before is used or dropped."""
-    monkeypatch.setattr(on.servicer, "_planner", lambda checked: Alternating(num_plain))
+    monkeypatch.setattr(on.servicer.assembly, "planner", lambda checked: Alternating(num_plain))
     num_before = on.num_begun
     done = on.generate(GUMBEL)
     assert done.token_ids == expected.token_ids
