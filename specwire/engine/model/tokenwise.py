@@ -55,7 +55,7 @@ class TokenwiseBatch(PackedBatch):
             for row in range(segment.rows.start, segment.rows.stop):
                 end = segment.first_query + row - segment.query_offset + 1  # after its own key
                 first = 0 if window is None else max(0, end - window)
-                read = views.Read(slice(row, row + 1), [Run(start + first, end - first)])
+                read = views.Read(slice(row, row + 1), Run(start + first, end - first))
                 output[read.rows] = views.attend(grouped[read.rows], memory, read, scoring)
         return output.reshape(1, num_tokens, num_heads, value_dim)
 
