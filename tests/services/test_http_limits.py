@@ -28,6 +28,7 @@ from tests.support.certificates import Authority
 from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, front, fronted
 from tests.support.harness import LocalStack, local_stack
+from tests.support.processes import wait_until
 
 MB = 1 << 20
 COMPLETIONS = "/v1/completions"
@@ -265,8 +266,14 @@ class TestConnections:
                 connection.sendall(HEALTH)
                 assert b"connection: close" not in answer_to_health(connection)
             ending = pool.submit(running.close)
-            time.sleep(0.5)
-            for connection in (one, clients.enter_context(connected(address)), two):
+
+            def is_ending() -> bool:
+                with connected(address) as connection:
+                    connection.sendall(HEALTH)
+                    return b"\r\nconnection: close\r\n" in answer_to_health(connection)
+
+            wait_until(is_ending, 10.0)
+            for connection in (one, two):
                 connection.sendall(HEALTH)
                 assert b"\r\nconnection: close\r\n" in received(connection)
             ending.result(2.0)

@@ -274,6 +274,8 @@ class TestLayout:
         assert not [note for note in timeline.notes if "no span" in note]
         titles = [bar.title for bar in bars_of(timeline, BarKind.NETWORK)]
         assert titles == [f"network, answer of {role}, begun ahead" for role in ("draft", "verify")]
+        assert is_complete(choose(trace.spans[:-1])), "closed with its sequence"
+        assert not is_complete(choose([span for span in trace.spans if span.name != "draft.serve"]))
 
     def test_stages_are_those_of_the_span_and_of_rounds_those_of_their_calls(self) -> None:
         """The former could be computed of all spans; they are read, whatever the others say."""

@@ -146,7 +146,8 @@ class TestTexts:
     @pytest.fixture(
         scope="class", params=[embedded.TARGET_DIR, embedded.DRAFT_DIR], ids=["pair", "twice the draft"]
     )
-    def target(self, request: pytest.FixtureRequest) -> Path:
+    @classmethod
+    def target(cls, request: pytest.FixtureRequest) -> Path:
         return Path(request.param)
 
     def test_they_are_vllms_own(self, target: Path, tmp_path: Path) -> None:

@@ -118,13 +118,17 @@ def choose(spans: Iterable[RecordedSpan], trace_id: str = "") -> GenerationTrace
 
 
 def is_complete(generation: GenerationTrace) -> bool:
-    """Whether all calls of all rounds have the spans of their services, which are exported independently."""
+    """Whether all calls of all rounds have the spans of their services, which are exported independently.
+
+    The last call may have none where its work was begun before: its sequence is closed as it arrives.
+    """
     rounds = generation.named("round")
     answered = [call for call in generation.named(*MODEL_CALLS) if is_answered(call)]
     verified = {call.parent_id for call in answered if call.name == "verify"}
+    ends_begun = bool(answered) and answered[-1].text(names.CALL_OUTCOME) == "begun"
     return (
         len(rounds) >= generation.root.count(names.NUM_ROUNDS)
-        and all(map(generation.served, answered))
+        and all(map(generation.served, answered[:-1] if ends_begun else answered))
         and all(one.span_id in verified for one in rounds if not one.is_failed)
     )
 
