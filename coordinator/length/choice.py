@@ -416,10 +416,11 @@ class SharedChoice:
         drafted = [unwaited[n] + slowness * costs.wait_ns(way, n) for n in lengths]
         # Where the target drafts for all streams after a pass, one without draft tokens waits for the others.
         others = 1 - 1 / self._num_streams if way.drafts and costs.is_drafted_by_target else 0.0
-        usual_ns = drafted[min(MAX_CHOSEN, max(1, round(costs.mean_drafted))) - 1]
-        times = [plain_ns + others * max(0.0, usual_ns - plain_ns), *drafted]
+        longest = self._longest(way, tokens)
+        usual = longest if longest < MAX_CHOSEN else min(MAX_CHOSEN, max(1, round(costs.mean_drafted)))
+        times = [each + others * max(0.0, drafted[usual - 1] - each) for each in [plain_ns, *drafted]]
         hit_rate = costs.hit_rate(way) if way.prepares else 0.0
-        return Prospects(tokens, times, unwaited, plain_ns, hit_rate, self._longest(way, tokens))
+        return Prospects(tokens, times, unwaited, plain_ns, hit_rate, longest)
 
     def _longest(self, way: Way, tokens: Sequence[float]) -> int:
         """Most draft tokens of a stream in a row. Where the target drafts for all streams together, each

@@ -473,6 +473,23 @@ def test_costs_that_were_measured_alone_have_to_promise_much_at_first(
     assert (found[0], any(found)) == drafts
 
 
+def test_where_the_target_drafts_for_all_together_no_stream_drafts_less_than_suits_all() -> None:
+    """It would wait for the others all the same. Of half of the texts one draft token is accepted, of the
+    others all are."""
+    target = Load(base_ns=30_000_000, token_ns=100_000, draft_pass_ns=3_000_000, draft_node_ns=20_000)
+    shared = SharedChoice(lambda: 8, told=lambda: (target, None))
+    planners = [AdaptiveLength(shared) for _ in range(8)]
+    lengths = [0] * 8
+    for _ in range(100):
+        lengths = [planner.plan().num_draft_tokens for planner in planners]
+        elapsed_ns = int(target.pass_ns(8, 8 + sum(lengths)) + 3_000_000 * max(lengths))
+        for i, (planner, length) in enumerate(zip(planners, lengths, strict=True)):
+            outcome = Outcome(range(length if i % 2 else min(length, 1)), 0)
+            done = Round(Proposal(10, [0] * length), Verdict(0, []), outcome, Cost(), Cost(load=target))
+            planner.observe(done, elapsed_ns)
+    assert min(lengths) > 8
+
+
 @pytest.mark.parametrize(("text_len", "is_tried"), [(10, True), (20_000, False)])
 def test_a_draft_that_takes_turns_with_the_target_runs_texts_first(text_len: int, is_tried: bool) -> None:
     """So a trial of it is as dear as texts are long, wherever it runs."""
