@@ -414,7 +414,8 @@ class SharedChoice:
         lengths = range(1, MAX_CHOSEN + 1)
         unwaited = [plain_ns, *(slowness * costs.unwaited_ns(way, n) for n in lengths)]
         drafted = [unwaited[n] + slowness * costs.wait_ns(way, n) for n in lengths]
-        # Where the target drafts for all streams after a pass, one without draft tokens waits for the others.
+        # Where the target drafts for all streams after a pass, one with fewer draft tokens waits for others,
+        # for as many as a chain may have, or, where that is not limited, usually has.
         others = 1 - 1 / self._num_streams if way.drafts and costs.is_drafted_by_target else 0.0
         longest = self._longest(way, tokens)
         usual = longest if longest < MAX_CHOSEN else min(MAX_CHOSEN, max(1, round(costs.mean_drafted)))

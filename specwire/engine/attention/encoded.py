@@ -68,7 +68,7 @@ class DecoderBatch(PackedBatch):
 
     @cached_property
     def _input_plan(self) -> views.ReadPlan:
-        return views.plan_inputs(self.segments, next(iter(self.cross.values())).keys)
+        return views.plan_inputs(self.segments, self.input_slots.device)
 
 
 class DecoderProbe(Probe):

@@ -47,7 +47,7 @@ class Read(NamedTuple):
     Attributes:
         rows: the queries' positions in the packed row; indices where those of several sequences are not
             adjacent.
-        keys: their slots: a run of them, or each one, int64 [num_keys] on the cache's device.
+        slots: of the keys: a run of them, or each one, int64 [num_keys] on the cache's device.
         mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
             where all keys are seen or `is_causal` is set. With a bias [num_kv_heads, group, num_query,
             num_keys].
@@ -55,7 +55,7 @@ class Read(NamedTuple):
     """
 
     rows: slice | Tensor
-    keys: Run | Tensor
+    slots: Run | Tensor
     mask: Tensor | None = None
     is_causal: bool = False
 
@@ -90,7 +90,7 @@ def plan_reads(
         masks = [view.biased(bias, window, group, keys) for view in views]
         return ReadPlan(
             [
-                Read(view.segment.rows, _slots(view.runs, keys), mask)
+                Read(view.segment.rows, _slots(view.runs, keys.device), mask)
                 for view, mask in zip(views, masks, strict=True)
             ]
         )
@@ -106,10 +106,12 @@ def plan_reads(
     return ReadPlan(reads, None if in_order else torch.argsort(places).to(keys.device))
 
 
-def plan_inputs(segments: Sequence[Segment], keys: Tensor) -> ReadPlan:
+def plan_inputs(segments: Sequence[Segment], device: torch.device) -> ReadPlan:
     """How decoders read the keys of their encoders' inputs: all of them, unmasked."""
     runs = [first_tokens(each.runs, each.encoder_len) for each in segments]
-    return ReadPlan([Read(each.rows, _slots(some, keys)) for each, some in zip(segments, runs, strict=True)])
+    return ReadPlan(
+        [Read(each.rows, _slots(some, device)) for each, some in zip(segments, runs, strict=True)]
+    )
 
 
 def plan_blocks(segments: Sequence[Segment], window: int | None, group: int, keys: Tensor) -> ReadPlan:
@@ -122,7 +124,7 @@ def plan_blocks(segments: Sequence[Segment], window: int | None, group: int, key
             distances = np.abs(segment.positions[:, None] - np.arange(first_key, segment.cache_len))
             mask = torch.zeros(distances.shape).masked_fill_(torch.from_numpy(distances > window), -torch.inf)
             mask = mask.repeat(_stacked(segment.num_query, group), 1).to(keys.device, keys.dtype)
-        reads.append(Read(segment.rows, _slots(_skip(segment.runs, first_key), keys), mask))
+        reads.append(Read(segment.rows, _slots(_skip(segment.runs, first_key), keys.device), mask))
     return ReadPlan(reads)
 
 
@@ -169,7 +171,7 @@ class _View(NamedTuple):
         are_same = segment.tree is None and 1 < segment.num_query == num_keys
         is_causal = are_same and (window is None or num_keys <= window)
         mask = None if is_causal else self.mask(window, group, keys)
-        return Read(segment.rows, _slots(self.runs, keys), mask, is_causal)
+        return Read(segment.rows, _slots(self.runs, keys.device), mask, is_causal)
 
 
 def _groups(views: Sequence[_View]) -> list[list[_View]]:
@@ -208,15 +210,15 @@ def _read(views: Sequence[_View], window: int | None, group: int, keys: Tensor) 
     rows_of = [view.segment.rows for view in views]
     every = torch.cat([torch.arange(rows.start, rows.stop) for rows in rows_of])
     whole = torch.from_numpy(mask).repeat(group, 1).to(keys.device, keys.dtype)
-    return Read(every, _slots([Run(*each) for each in lengths.items()], keys), whole)
+    return Read(every, _slots([Run(*each) for each in lengths.items()], keys.device), whole)
 
 
-def _slots(runs: Sequence[Run], keys: Tensor) -> Run | Tensor:
-    """As in `Read`, of runs in a cache like `keys`."""
+def _slots(runs: Sequence[Run], device: torch.device) -> Run | Tensor:
+    """As in `Read`, of runs in a cache on this device."""
     if len(runs) == 1:
         return runs[0]
     slots = [np.arange(start, start + num_tokens) for start, num_tokens in runs]
-    return torch.from_numpy(np.concatenate(slots)).to(keys.device)
+    return torch.from_numpy(np.concatenate(slots)).to(device)
 
 
 def _skip(runs: Sequence[Run], num_tokens: int) -> list[Run]:
@@ -297,7 +299,7 @@ def attend(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Te
 
 
 def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
-    keys, values = _keys_and_values(layer, read.keys)
+    keys, values = _keys_and_values(layer, read.slots)
     num_query, num_kv_heads, group, _ = query.shape
     if num_query == 1 and read.mask is None:
         # All keys are seen, and the group's heads are already the kernel's query rows.
@@ -324,7 +326,7 @@ def _keys_and_values(layer: LayerCache, slots: Run | Tensor) -> tuple[Tensor, Te
 
 def _scored(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
     """In blocks of queries."""
-    keys, values = (each[0] for each in _keys_and_values(layer, read.keys))
+    keys, values = (each[0] for each in _keys_and_values(layer, read.slots))
     num_queries, mask = len(query), read.mask
     if read.is_causal:
         mask = _mask(num_queries, num_queries, None, query.shape[2], keys)
