@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -75,16 +73,25 @@ def test_a_bias_that_is_taken_away_later_is_not_added() -> None:
 
 
 @pytest.mark.skipif(not private.can_pack_weights(torch.float32), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("num_outputs", [200, 256, 4096])
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_outputs", [200, 4096])
 @torch.inference_mode()
-def test_of_float32_weights_large_ones_are_packed_and_middling_ones_kept_too(num_outputs: int) -> None:
-    plain = nn.Linear(256, num_outputs)
-    many, one = torch.randn(1, 5, 256), torch.randn(1, 1, 256)
-    expected = plain(many), plain(one)
-    assert pack_linears(copy.deepcopy(plain), keeps_none=True) == (num_outputs == 4096)
-    assert pack_linears(plain) == (num_outputs >= 256)
-    assert plain.weight.untyped_storage().nbytes() == (4 if num_outputs == 4096 else 4 * 256 * num_outputs)
-    torch.testing.assert_close((plain(many), plain(one)), expected)
+def test_of_float32_weights_large_ones_are_packed_and_others_lie_by_input(
+    num_outputs: int, bias: bool
+) -> None:
+    plain = nn.Linear(256, num_outputs, bias=bias)
+    weight, tokens = plain.weight, [torch.randn(5, 256), torch.randn(1, 256), torch.randn(2, 3, 256)]
+    expected = list(map(plain, tokens))
+    assert pack_linears(plain) == 1
+    torch.testing.assert_close(list(map(plain, tokens)), expected)
+    if num_outputs == 4096:
+        assert plain.weight.untyped_storage().nbytes() == 4
+    else:
+        assert plain.weight is weight
+        assert weight.t().is_contiguous()
+        weight.mul_(2)  # the numbers that are read, not a copy of them
+        torch.testing.assert_close(plain(tokens[0]), expected[0] * 2 - (plain.bias if bias else 0))
 
 
 @torch.inference_mode()
