@@ -179,7 +179,7 @@ def test_every_way_to_read_a_tree_agrees(window: int | None) -> None:
     num_keys = drawn.tree.end
     layer = LayerCache(*(torch.randn(44, 2, 8, generator=generator) for _ in range(2)))
     for num_query in (1, 6, 21, 25):
-        query = torch.randn(1, 4, num_query, 8, generator=generator)
+        query = torch.randn(num_query, 4, 8, generator=generator)
         segments = Segments([0, num_query], [num_keys], [array("i", range(11))], 4, {0: drawn.tree})
         [segment] = segments
         packed = PackedBatch(torch.arange(num_keys - num_query, num_keys), segments, {}, page_size=4)

@@ -48,14 +48,14 @@ def test_sequences_that_begin_alike_are_read_together(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = LayerCache(*(torch.randn(1000, _NUM_KV_HEADS, _DIM, generator=generator) for _ in range(2)))
-    query = torch.randn(1, _NUM_HEADS, sum(num_queries), _DIM, generator=generator)
+    query = torch.randn(sum(num_queries), _NUM_HEADS, _DIM, generator=generator)
     scoring, kind = Scoring(0.4, window, softcap), (window, 2, layer.keys)
     segments = _segments(num_shared, num_own, num_queries)
     plan = views.plan_reads(segments, *kind)
     assert window is not None or len(plan.reads) == num_reads
     alone = [
         views.view_attention(views.plan_reads([each._replace(query_offset=0)], *kind), layer, some, scoring)
-        for each, some in zip(segments, query.split(num_queries, dim=2), strict=True)
+        for each, some in zip(segments, query.split(num_queries), strict=True)
     ]
     found = views.view_attention(plan, layer, query, scoring)
-    torch.testing.assert_close(found, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-5, atol=1e-5)

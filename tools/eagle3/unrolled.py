@@ -73,12 +73,11 @@ class Steps:
         """See `attention.Attend`; a call is the next step."""
         group = query.shape[1] // key.shape[1]
         query, key, value = (
-            each.view(each.shape[1], self._num_windows, -1, each.shape[3]).transpose(0, 1)
-            for each in (query, key, value)
+            each.view(self._num_windows, -1, *each.shape[1:]).transpose(1, 2) for each in (query, key, value)
         )
         self._kept.append((key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)))
         found = _attended(query * scoring.scale, self._kept)
-        return found.transpose(1, 2).flatten(0, 1)[None]
+        return found.transpose(1, 2).flatten(0, 1)
 
 
 def _attended(query: Tensor, kept: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

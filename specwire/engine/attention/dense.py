@@ -67,11 +67,11 @@ class DenseStep:
 
     def attend(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one layer; query and result as in `views.view_attention`."""
-        num_heads, _, head_dim = query.shape[1:]
+        _, num_heads, head_dim = query.shape
         num_segments, max_query = self._rows.shape
         num_kv_heads, value_dim = layer.values.shape[1:]
         group = num_heads // num_kv_heads
-        rows = query[0].transpose(0, 1)[self._rows].view(num_segments, max_query, num_kv_heads, group, -1)
+        rows = query[self._rows].view(num_segments, max_query, num_kv_heads, group, -1)
         rows = rows.permute(0, 2, 3, 1, 4).reshape(num_segments, num_kv_heads, group * max_query, head_dim)
         keys, values = (pages[self._slots].transpose(1, 2) for pages in (layer.keys, layer.values))
         mask = self._mask(scoring.sliding_window, group, query.dtype)
@@ -85,7 +85,7 @@ class DenseStep:
             weights = views.softmax(scores, mask.view(num_segments, 1, group, max_query, -1), scoring)
             output = weights.flatten(2, 3).to(values.dtype) @ values
         output = output.view(num_segments, num_kv_heads, group, max_query, value_dim).permute(0, 3, 1, 2, 4)
-        return output.reshape(-1, num_heads, value_dim)[self._places][None]
+        return output.reshape(-1, num_heads, value_dim)[self._places]
 
     def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """Additive, [num_segments, 1, group * max_query, max_keys]; every row sees at least one key."""

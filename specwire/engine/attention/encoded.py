@@ -35,10 +35,11 @@ class EncoderPass:
         for name in ("sliding_window", "softcap", "sinks"):
             if getattr(scoring, name) is not None:
                 raise UnsupportedError(name, "given", "not implemented for encoders")
+        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=scoring.bias, scale=scoring.scale
         )
-        return output.transpose(1, 2)
+        return output[0].transpose(0, 1)
 
 
 @dataclass
@@ -88,16 +89,16 @@ class DecoderProbe(Probe):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """See `attention.Attend`; the result of a cross-attention is the value of the last token."""
-        if key.shape[2] == query.shape[2]:
+        if len(key) == len(query):
             return super().attend(module, query, key, value, scoring)
         name, own = type(module).__name__, next(reversed(self.shapes), None)
         if own is None or own in self.cross.values():
             raise ModelLoadError(f"{name} reads the input without a self-attention before it")
         shape = self.shapes[own]
-        if shape.key.shape != key[0, :, 0].shape or shape.value.shape != value[0, :, 0].shape:
+        if shape.key.shape != key.shape[1:] or shape.value.shape != value.shape[1:]:
             raise ModelLoadError(f"{name} has keys of another shape than the self-attention before it")
         self.cross[module] = own
-        return value[:, :, -1:].transpose(1, 2)
+        return value[-1:]
 
     def check(self, config: object) -> None:
         """Refuse, with a ModelLoadError, a decoder that does not read its input in every layer."""

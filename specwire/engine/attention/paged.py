@@ -51,12 +51,12 @@ class Attend(Protocol):
 
         Args:
             module: the layer's attention module.
-            query: [1, num_query_heads, num_tokens, head_dim].
-            key, value: [1, num_kv_heads, num_tokens, head_dim or value_dim] of the new tokens.
+            query: [num_tokens, num_query_heads, head_dim].
+            key, value: [num_tokens, num_kv_heads, head_dim or value_dim], of the new tokens.
             scoring: how scores are computed.
 
         Returns:
-            [1, num_tokens, num_query_heads, value_dim].
+            [num_tokens, num_query_heads, value_dim].
         """
 
 
@@ -149,7 +149,8 @@ def paged_attention(
     is_causal: bool | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function as transformers calls it; shapes as in `Attend.attend`.
+    """The attention function as transformers calls it: of query, key, and value [1, num_heads, num_tokens,
+    dim], the result [1, num_tokens, num_query_heads, value_dim].
 
     Raises:
         UnsupportedError: an argument that would change the result and is not implemented (a position bias but
@@ -165,7 +166,8 @@ def paged_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     scoring = Scoring(scaling, sliding_window, softcap, s_aux, position_bias)
-    return packed.attend(module, query, key, value, scoring).contiguous(), None  # some layers view it
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return packed.attend(module, query, key, value, scoring)[None].contiguous(), None  # some layers view it
 
 
 def _refuse_unknown(

@@ -54,8 +54,8 @@ class Probe:
             raise ModelLoadError(f"{name} looks ahead (is_causal is False)")
         if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
             raise ModelLoadError(f"{name} has {query.shape[1]} query and {key.shape[1]} key heads")
-        self.shapes[module] = LayerShape(key[0, :, 0], value[0, :, 0], query.shape[1], scoring)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+        self.shapes[module] = LayerShape(key[0], value[0], query.shape[1], scoring)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
     def attention_path(self, page_size: int) -> str:
         """How steps on CUDA attend: `paged` or `gathered` with torch's varlen kernel, or `dense`; what every

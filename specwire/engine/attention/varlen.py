@@ -123,7 +123,7 @@ class VarlenStep:
         assert varlen is not None
         keys, values, offsets, keywords = self._keys(variant, layer)
         output = varlen(
-            query[0].transpose(0, 1).contiguous(),
+            query.contiguous(),
             keys,
             values,
             tables.query_offsets,
@@ -136,7 +136,7 @@ class VarlenStep:
             window_size=(-1 if window is None else window - 1, 0),
             **keywords,
         )
-        return cast(Tensor, output)[None]
+        return cast(Tensor, output)
 
     def _keys(
         self, variant: Variant, layer: LayerCache
@@ -228,7 +228,7 @@ def _error_on(variant: Variant, kind: LayerKind, lengths: Sequence[tuple[int, in
     segments = _segments(lengths, kind.page_size)
     shape = sum(map(len, segments.tables)) * kind.page_size, kind.num_kv_heads, kind.head_dim
     layer = LayerCache(random(*shape), random(*shape))
-    query = random(1, kind.num_query_heads, sum(num_query for num_query, _ in lengths), kind.head_dim)
+    query = random(sum(num_query for num_query, _ in lengths), kind.num_query_heads, kind.head_dim)
     window = kind.page_size // 2 if kind.windowed else None
     scoring = Scoring(kind.head_dim**-0.5, window)
     tables = block_tables(segments, kind.device)

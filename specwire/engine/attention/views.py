@@ -275,17 +275,17 @@ _mask_template = functools.lru_cache(maxsize=64)(_build_mask)
 
 
 def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
-    """Attention over views of the pages: of queries [1, num_query_heads, num_tokens, head_dim], the results
-    [1, num_tokens, num_query_heads, value_dim]."""
-    num_heads, num_tokens, _ = query.shape[1:]
+    """Attention over views of the pages: of queries [num_tokens, num_query_heads, head_dim], the results
+    [num_tokens, num_query_heads, value_dim]."""
+    num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = layer.values.shape[1:]
     # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
-    grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, query.shape[-1])
+    grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
     results = [attend(grouped[read.rows], layer, read, scoring) for read in plan.reads]
     output = torch.cat(results) if len(results) > 1 else results[0]
     if plan.order is not None:
         output = output[plan.order]
-    return output.reshape(1, num_tokens, num_heads, value_dim)
+    return output.reshape(num_tokens, num_heads, value_dim)
 
 
 def attend(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:

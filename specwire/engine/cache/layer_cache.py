@@ -45,9 +45,9 @@ class LayerCache:
         self.values_by_head = values.transpose(0, 1)[None]
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store new tokens: slots int64 [n], key and value [1, num_kv_heads, n, dim]."""
-        self.keys.index_copy_(0, slots, key[0].transpose(0, 1))
-        self.values.index_copy_(0, slots, value[0].transpose(0, 1))
+        """Store new tokens: slots int64 [n], key and value [n, num_kv_heads, dim]."""
+        self.keys.index_copy_(0, slots, key)
+        self.values.index_copy_(0, slots, value)
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """Copy tokens to other slots, all at once: int64 [n] each."""

@@ -348,11 +348,11 @@ class _Context:
     ) -> Tensor:
         """See `attention.Attend`; what the tokens after the context get is of no use."""
         if self.slots is None:
-            self.shapes[module] = LayerShape(key[0, :, 0], value[0, :, 0], query.shape[1], scoring)
+            self.shapes[module] = LayerShape(key[0], value[0], query.shape[1], scoring)
         else:
             num = len(self.slots)
-            self.layers[module].write(self.slots, key[:, :, :num], value[:, :, :num])
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+            self.layers[module].write(self.slots, key[:num], value[:num])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 @dataclass

@@ -81,24 +81,24 @@ class _Layer:
         read, num_tokens = self._norms[0](states), len(states)
         projected = self._query(read), self._key(read), self._value(read)
         query, key, value = (each.view(num_tokens, -1, self._head_dim) for each in projected)
-        by_head = [_turned(query, cos, sin), _turned(key, cos, sin), value]
-        query, key, value = (each.transpose(0, 1)[None] for each in by_head)
+        query, key = _turned(query, cos, sin), _turned(key, cos, sin)
         attended = packed.attend(self._attending, query, key, value, self._scoring)
         states = states + self._output(attended.reshape(num_tokens, -1))
         read = self._norms[1](states)
-        return states + self._down(self._activation(self._gate(read)) * self._up(read))  # type: ignore[no-any-return]
+        return states + self._down(self._activation(self._gate(read)).mul_(self._up(read)))  # type: ignore[no-any-return]
 
 
 class _Norm:
-    """By the root mean square; torch's own function takes a quarter longer on a CPU."""
+    """By the root mean square; torch's own function takes half as long again on a CPU."""
 
     def __init__(self, norm: Any) -> None:
         self._norm, self._share = norm, 1 / len(norm.weight)
-        self._epsilon = torch.tensor(norm.variance_epsilon)
+        self._epsilon = torch.tensor([[norm.variance_epsilon]])
 
     def __call__(self, states: Tensor) -> Tensor:
-        variance = torch.add(self._epsilon, torch.linalg.vecdot(states, states), alpha=self._share)
-        return states * variance.rsqrt_().unsqueeze(-1) * self._norm.weight  # type: ignore[no-any-return]
+        length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+        variance = torch.addcmul(self._epsilon, length, length, value=self._share)
+        return (states * variance.rsqrt_()).mul_(self._norm.weight)
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

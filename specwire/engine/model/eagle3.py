@@ -158,13 +158,13 @@ class _Attention(nn.Module):
         self.scoring = Scoring(self.head_dim**-0.5, window)
 
     def keys(self, read: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, num_kv_heads, num_tokens, head_dim] of what is read, [num_tokens, 2 * size]."""
+        """Keys and values [num_tokens, num_kv_heads, head_dim] of what is read, [num_tokens, 2 * size]."""
         return self._heads(self.k_proj, self.k_norm, read, rotary), self._heads(self.v_proj, None, read, None)
 
     def forward(self, read: Tensor, rotary: tuple[Tensor, Tensor], packed: attention.Attend) -> Tensor:
         """[num_tokens, size]."""
         query, (key, value) = self._heads(self.q_proj, self.q_norm, read, rotary), self.keys(read, rotary)
-        found: Tensor = self.o_proj(packed.attend(self, query, key, value, self.scoring)[0].flatten(1))
+        found: Tensor = self.o_proj(packed.attend(self, query, key, value, self.scoring).flatten(1))
         return found
 
     def _heads(
@@ -173,7 +173,6 @@ class _Attention(nn.Module):
         found: Tensor = project(read).unflatten(-1, (-1, self.head_dim))
         if norm is not None:
             found = norm(found)
-        found = found.transpose(0, 1)[None]
         return found if rotary is None else found * rotary[0] + rotate_half(found) * rotary[1]
 
 
@@ -266,9 +265,9 @@ class Eagle3(nn.Module):
         return self.norm(found) if self.settings.norm_output else found
 
     def _rotary(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """A state and the token after it have the position of the state."""
-        found: tuple[Tensor, Tensor] = self.rotary(states, positions[None] - 1)
-        return found
+        """[num_tokens, 1, head_dim] each. A state and the token after it have the position of the state."""
+        cos, sin = self.rotary(states, positions[None] - 1)
+        return cos[0][:, None], sin[0][:, None]
 
 
 def load(source: str | os.PathLike[str], model: Any) -> Eagle3:
@@ -351,12 +350,13 @@ class _Whole:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        behind = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+        behind = torch.arange(len(query))[:, None] - torch.arange(len(query))
         sees = (behind >= 0) & (behind < (scoring.sliding_window or len(behind)))
+        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
         found = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=sees.to(query.device), scale=scoring.scale, enable_gqa=True
         )
-        return found.transpose(1, 2)
+        return found[0].transpose(0, 1)
 
 
 class Eagle3Runner(KeepingRunner):

@@ -47,8 +47,8 @@ class TokenwiseBatch(PackedBatch):
     def read(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
         """See `PackedBatch`; padding tokens get zeros."""
         num_kv_heads, value_dim = layer.values.shape[1:]
-        num_heads, num_tokens, head_dim = query.shape[1:]
-        grouped = query[0].transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, head_dim)
+        num_tokens, num_heads, head_dim = query.shape
+        grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
         output, window = query.new_zeros(*grouped.shape[:3], value_dim), scoring.sliding_window
         for segment in self.segments:
             memory, start = _in_one_run(layer, segment.runs)
@@ -57,7 +57,7 @@ class TokenwiseBatch(PackedBatch):
                 first = 0 if window is None else max(0, end - window)
                 read = views.Read(slice(row, row + 1), Run(start + first, end - first))
                 output[read.rows] = views.attend(grouped[read.rows], memory, read, scoring)
-        return output.reshape(1, num_tokens, num_heads, value_dim)
+        return output.reshape(num_tokens, num_heads, value_dim)
 
 
 def _in_one_run(layer: LayerCache, runs: Sequence[Run]) -> tuple[LayerCache, int]:
