@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -45,8 +45,7 @@ class Read(NamedTuple):
     """Queries against some keys, all at once.
 
     Attributes:
-        rows: the queries' positions in the packed row; indices where those of several sequences are not
-            adjacent.
+        num_queries: the next ones in the order of the plan.
         slots: of the keys: a run of them, or each one, int64 [num_keys] on the cache's device.
         mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
             where all keys are seen or `is_causal` is set. With a bias [num_kv_heads, group, num_query,
@@ -54,7 +53,7 @@ class Read(NamedTuple):
         is_causal: queries and keys are the same tokens, each seeing itself and earlier ones.
     """
 
-    rows: slice | Tensor
+    num_queries: int
     slots: Run | Tensor
     mask: Tensor | None = None
     is_causal: bool = False
@@ -64,11 +63,13 @@ class ReadPlan(NamedTuple):
     """How a packed row reads every layer of one kind; made once a step.
 
     Attributes:
-        order: int64 [num_tokens], index of each token's result in the concatenated results of the reads; None
-            when they are in order.
+        places: int64 [num_tokens], of the queries in the packed row, read after read; None when they are in
+            order.
+        order: int64 [num_tokens], the other way round.
     """
 
     reads: Sequence[Read]
+    places: Tensor | None = None
     order: Tensor | None = None
 
 
@@ -90,27 +91,27 @@ def plan_reads(
         masks = [view.biased(bias, window, group, keys) for view in views]
         return ReadPlan(
             [
-                Read(view.segment.rows, _slots(view.runs, keys.device), mask)
+                Read(view.segment.num_query, _slots(view.runs, keys.device), mask)
                 for view, mask in zip(views, masks, strict=True)
             ]
         )
     alike = defaultdict[int, list[_View]](list)
     for view in views:
         alike[view.runs[0].start_slot].append(view)
-    reads = [_read(each, window, group, keys) for some in alike.values() for each in _groups(some)]
-    rows = [read.rows for read in reads]
-    if len(rows) == 1 and isinstance(rows[0], slice):
+    groups = [group for some in alike.values() for group in _groups(some)]
+    reads = [_read(each, window, group, keys) for each in groups]
+    rows = [view.segment.rows for each in groups for view in each]
+    if all(before.stop == after.start for before, after in itertools.pairwise(rows)):
         return ReadPlan(reads)
-    places = torch.cat([torch.arange(r.start, r.stop) if isinstance(r, slice) else r for r in rows])
-    in_order = bool((places.diff() > 0).all())
-    return ReadPlan(reads, None if in_order else torch.argsort(places).to(keys.device))
+    places = torch.cat([torch.arange(each.start, each.stop) for each in rows])
+    return ReadPlan(reads, places.to(keys.device), torch.argsort(places).to(keys.device))
 
 
 def plan_inputs(segments: Sequence[Segment], device: torch.device) -> ReadPlan:
     """How decoders read the keys of their encoders' inputs: all of them, unmasked."""
     runs = [first_tokens(each.runs, each.encoder_len) for each in segments]
     return ReadPlan(
-        [Read(each.rows, _slots(some, device)) for each, some in zip(segments, runs, strict=True)]
+        [Read(each.num_query, _slots(some, device)) for each, some in zip(segments, runs, strict=True)]
     )
 
 
@@ -124,7 +125,7 @@ def plan_blocks(segments: Sequence[Segment], window: int | None, group: int, key
             distances = np.abs(segment.positions[:, None] - np.arange(first_key, segment.cache_len))
             mask = torch.zeros(distances.shape).masked_fill_(torch.from_numpy(distances > window), -torch.inf)
             mask = mask.repeat(_stacked(segment.num_query, group), 1).to(keys.device, keys.dtype)
-        reads.append(Read(segment.rows, _slots(_skip(segment.runs, first_key), keys.device), mask))
+        reads.append(Read(segment.num_query, _slots(_skip(segment.runs, first_key), keys.device), mask))
     return ReadPlan(reads)
 
 
@@ -171,7 +172,7 @@ class _View(NamedTuple):
         are_same = segment.tree is None and 1 < segment.num_query == num_keys
         is_causal = are_same and (window is None or num_keys <= window)
         mask = None if is_causal else self.mask(window, group, keys)
-        return Read(segment.rows, _slots(self.runs, keys.device), mask, is_causal)
+        return Read(segment.num_query, _slots(self.runs, keys.device), mask, is_causal)
 
 
 def _groups(views: Sequence[_View]) -> list[list[_View]]:
@@ -207,10 +208,8 @@ def _read(views: Sequence[_View], window: int | None, group: int, keys: Tensor) 
             start, end = end, end + num_tokens
             seen = slice(places[start_slot], places[start_slot] + num_tokens)
             mask[rows, seen] = 0.0 if own is None else own[:, start:end].to("cpu", torch.float32)
-    rows_of = [view.segment.rows for view in views]
-    every = torch.cat([torch.arange(rows.start, rows.stop) for rows in rows_of])
     whole = torch.from_numpy(mask).repeat(group, 1).to(keys.device, keys.dtype)
-    return Read(every, _slots([Run(*each) for each in lengths.items()], keys.device), whole)
+    return Read(num_queries, _slots([Run(*each) for each in lengths.items()], keys.device), whole)
 
 
 def _slots(runs: Sequence[Run], device: torch.device) -> Run | Tensor:
@@ -281,37 +280,43 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
     num_kv_heads, value_dim = layer.values.shape[1:]
     # Query heads grouped under their KV head, so that no key is repeated: [n, num_kv_heads, group, head_dim].
     grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
-    results = [attend(grouped[read.rows], layer, read, scoring) for read in plan.reads]
+    if plan.places is not None:
+        grouped = grouped[plan.places]
+    attend, reads = attending(layer, scoring), plan.reads
+    parts = grouped.split_with_sizes([read.num_queries for read in reads])
+    results = [attend(part, layer, read, scoring) for part, read in zip(parts, reads, strict=True)]
     output = torch.cat(results) if len(results) > 1 else results[0]
     if plan.order is not None:
         output = output[plan.order]
     return output.reshape(num_tokens, num_heads, value_dim)
 
 
-def attend(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
-    """One read, by torch's fused kernel where it supports that, else with scores computed here; query and
-    result [n, num_kv_heads, group, head_dim]."""
+def attending(layer: LayerCache, scoring: Scoring) -> Callable[[Tensor, LayerCache, Read, Scoring], Tensor]:
+    """What attends in one read of the layer: torch's fused kernel where it supports that, else with scores
+    computed here; query and result [n, num_kv_heads, group, head_dim]."""
     is_plain = scoring.softcap is None and scoring.sinks is None and layer.keys.shape == layer.values.shape
-    has_bias = read.mask is not None and read.mask.ndim == 4
-    if is_plain and (not has_bias or len(query) <= _MAX_STACKED_QUERIES):
-        return _fused(query, layer, read, scoring.scale)
-    return _scored(query, layer, read, scoring)
+    return _fused if is_plain else _scored
 
 
-def _fused(query: Tensor, layer: LayerCache, read: Read, scale: float) -> Tensor:
+def _fused(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
+    num_query, mask, scale = read.num_queries, read.mask, scoring.scale
+    has_bias = mask is not None and mask.ndim == 4
+    if has_bias and num_query > _MAX_STACKED_QUERIES:
+        return _scored(query, layer, read, scoring)
     keys, values = _keys_and_values(layer, read.slots)
-    num_query, num_kv_heads, group, _ = query.shape
-    if num_query == 1 and read.mask is None:
+    if num_query == 1 and mask is None:
         # All keys are seen, and the group's heads are already the kernel's query rows.
         return _sdpa(query, keys, values, scale=scale)
+    _, num_kv_heads, group, _ = query.shape
     if read.is_causal or num_query > _MAX_STACKED_QUERIES:
         # The group as batch; keys broadcast over it with stride 0.
         keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
         rows = query.permute(2, 1, 0, 3)
-        output = _sdpa(rows, keys, values, attn_mask=read.mask, is_causal=read.is_causal, scale=scale)
+        output = _sdpa(rows, keys, values, attn_mask=mask, is_causal=read.is_causal, scale=scale)
         return output.permute(2, 1, 0, 3)
     rows = query.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_query, -1)
-    mask = read.mask.flatten(1, 2)[None] if read.mask is not None and read.mask.ndim == 4 else read.mask
+    if mask is not None and mask.ndim == 4:
+        mask = mask.flatten(1, 2)[None]
     output = _sdpa(rows, keys, values, attn_mask=mask, scale=scale)
     return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
 

@@ -50,13 +50,14 @@ class TokenwiseBatch(PackedBatch):
         num_tokens, num_heads, head_dim = query.shape
         grouped = query.reshape(num_tokens, num_kv_heads, -1, head_dim)
         output, window = query.new_zeros(*grouped.shape[:3], value_dim), scoring.sliding_window
+        attend = views.attending(layer, scoring)
         for segment in self.segments:
             memory, start = _in_one_run(layer, segment.runs)
             for row in range(segment.rows.start, segment.rows.stop):
                 end = segment.first_query + row - segment.query_offset + 1  # after its own key
                 first = 0 if window is None else max(0, end - window)
-                read = views.Read(slice(row, row + 1), Run(start + first, end - first))
-                output[read.rows] = views.attend(grouped[read.rows], memory, read, scoring)
+                read = views.Read(1, Run(start + first, end - first))
+                output[row] = attend(grouped[row][None], memory, read, scoring)[0]
         return output.reshape(num_tokens, num_heads, value_dim)
 
 
