@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,10 +120,14 @@ def test_a_quantised_checkpoint_is_served(tmp_path: Path) -> None:
     assert agreement > 0.7
 
 
-def test_weights_that_are_packed_until_the_first_pass_are_served(tmp_path: Path) -> None:
-    """compressed-tensors has no plain weights before it: none is there for us to pack."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_packed_until_the_first_pass_are_served(dtype: str, tmp_path: Path) -> None:
+    """compressed-tensors has no plain weights before it: none is there for us to pack. The others are, and
+    it wraps the method that runs each layer."""
     pytest.importorskip("compressed_tensors")
-    model = load_model(save_compressed(tmp_path))
+    config = save_compressed(tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}))
+    model = load_model(tmp_path)
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, torch.Tensor)
 
 
