@@ -20,6 +20,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -305,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not PYTHON.exists():
         parser.error("vLLM is not installed: make peers")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends, too
     if args.far:
         measured_far(args)
         return 0

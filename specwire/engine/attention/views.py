@@ -45,7 +45,7 @@ class Read(NamedTuple):
     """Queries against some keys, all at once.
 
     Attributes:
-        num_queries: the next ones in the order of the plan.
+        num_query: of them, the next ones in the order of the plan.
         slots: of the keys: a run of them, or each one, int64 [num_keys] on the cache's device.
         mask: additive, [group * num_query, num_keys] for stacked queries, else [num_query, num_keys]; None
             where all keys are seen or `is_causal` is set. With a bias [num_kv_heads, group, num_query,
@@ -53,7 +53,7 @@ class Read(NamedTuple):
         is_causal: queries and keys are the same tokens, each seeing itself and earlier ones.
     """
 
-    num_queries: int
+    num_query: int
     slots: Run | Tensor
     mask: Tensor | None = None
     is_causal: bool = False
@@ -283,7 +283,7 @@ def view_attention(plan: ReadPlan, layer: LayerCache, query: Tensor, scoring: Sc
     if plan.places is not None:
         grouped = grouped[plan.places]
     attend, reads = attending(layer, scoring), plan.reads
-    parts = grouped.split_with_sizes([read.num_queries for read in reads])
+    parts = grouped.split_with_sizes([read.num_query for read in reads])
     results = [attend(part, layer, read, scoring) for part, read in zip(parts, reads, strict=True)]
     output = torch.cat(results) if len(results) > 1 else results[0]
     if plan.order is not None:
@@ -299,10 +299,11 @@ def attending(layer: LayerCache, scoring: Scoring) -> Callable[[Tensor, LayerCac
 
 
 def _fused(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Tensor:
-    num_query, mask, scale = read.num_queries, read.mask, scoring.scale
-    has_bias = mask is not None and mask.ndim == 4
-    if has_bias and num_query > _MAX_STACKED_QUERIES:
-        return _scored(query, layer, read, scoring)
+    num_query, mask, scale = read.num_query, read.mask, scoring.scale
+    if mask is not None and mask.ndim == 4:  # with a bias
+        if num_query > _MAX_STACKED_QUERIES:
+            return _scored(query, layer, read, scoring)
+        mask = mask.flatten(1, 2)[None]
     keys, values = _keys_and_values(layer, read.slots)
     if num_query == 1 and mask is None:
         # All keys are seen, and the group's heads are already the kernel's query rows.
@@ -315,8 +316,6 @@ def _fused(query: Tensor, layer: LayerCache, read: Read, scoring: Scoring) -> Te
         output = _sdpa(rows, keys, values, attn_mask=mask, is_causal=read.is_causal, scale=scale)
         return output.permute(2, 1, 0, 3)
     rows = query.permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_query, -1)
-    if mask is not None and mask.ndim == 4:
-        mask = mask.flatten(1, 2)[None]
     output = _sdpa(rows, keys, values, attn_mask=mask, scale=scale)
     return output.view(num_kv_heads, group, num_query, -1).permute(2, 0, 1, 3)
 
