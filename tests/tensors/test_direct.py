@@ -1,4 +1,4 @@
-"""Passes of our own through a Llama's layers: where they run, and not for a model that differs.
+"""Passes of our own through a Llama's layers, and those of its like: where they run, and where they do not.
 
 `test_runner.py`, `test_trees.py` and all tests of texts compare them with transformers' own passes.
 """
@@ -23,29 +23,33 @@ def runner_of(model: Any, **options: Any) -> ModelRunner:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("family", "fields"),
     [
-        {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
-        {"rope_parameters": YARN, "tie_word_embeddings": True},
+        ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+        ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 20}),
+        ("qwen2", {}),
+        ("qwen3", {}),
     ],
-    ids=["biases", "rotation"],
+    ids=["biases", "rotation", "mistral", "qwen2", "qwen3"],
 )
-def test_every_part_of_a_model_is_run(fields: dict[str, Any]) -> None:
-    runner = runner_of(build("llama", **fields))
-    assert runner._direct is not None
-    with runner.new_sequence() as cache:
-        direct = runner.forward([Feed(cache, range(60), 60)])
-        cache.truncate(0)
-        runner._direct = None
-        assert relative_error(direct, runner.forward([Feed(cache, range(60), 60)])) < 1e-5
+def test_every_part_of_a_model_is_run(family: str, fields: dict[str, Any]) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        runner = runner_of(build(family, **fields).to(dtype))
+        assert runner._direct is not None
+        with runner.new_sequence() as cache:
+            direct = runner.forward([Feed(cache, range(60), 60)])
+            cache.truncate(0)
+            runner._direct = None
+            wanted = runner.forward([Feed(cache, range(60), 60)])
+        assert torch.equal(direct, wanted) or dtype == torch.float32
+        assert relative_error(direct, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["family", "half precision", "a hook", "rotation by length", "one size"])
+@pytest.mark.parametrize("case", ["family", "a hook", "rotation by length", "one size"])
 def test_other_models_are_run_by_transformers(case: str) -> None:
     fields: dict[str, Any] = {"rope_parameters": DYNAMIC} if case == "rotation by length" else {}
-    model: Any = build("mistral" if case == "family" else "llama", **fields)
-    if case == "half precision":
-        model = model.bfloat16()
+    model: Any = build("gemma2" if case == "family" else "llama", **fields)
     if case == "a hook":
         model.model.norm.register_forward_hook(lambda *_: None)
     assert runner_of(model, batch_invariant=case == "one size")._direct is None
