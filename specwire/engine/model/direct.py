@@ -108,7 +108,7 @@ class _Norm:
         self._epsilon = torch.tensor([[norm.variance_epsilon]])
 
     def __call__(self, states: Tensor) -> Tensor:
-        if states.dtype != torch.float32:
+        if states.dtype != torch.float32:  # rounded where transformers rounds
             exact = states.float()
             scale = exact.square().mean(dim=-1, keepdim=True).add_(self._epsilon).rsqrt_()
             return exact.mul_(scale).to(states.dtype).mul_(self._norm.weight)
@@ -120,6 +120,6 @@ class _Norm:
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[num_tokens, num_heads, head_dim] with each half of the dimensions rotated against the other."""
     rolled = heads.roll(heads.shape[-1] // 2, -1)
-    if heads.dtype != torch.float32:
+    if heads.dtype != torch.float32:  # each product is rounded
         return (heads * cos).add_(rolled.mul_(sin))
     return torch.addcmul(heads * cos, rolled, sin)
