@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from specwire.engine.batch import Feed
 from specwire.engine.group import sharding
 from specwire.engine.group.rank import AgreedReplay
 from specwire.engine.group.runner import GroupRunner
-from specwire.engine.model import loading
+from specwire.engine.model import loading, packing
 from specwire.engine.model.runner import ModelRunner
 from specwire.proposals.tree import TokenTree
 from specwire.rule.captured import EagerReplay
@@ -417,11 +418,10 @@ class Broken:
 
 def _on_ranks(num_ranks: int, sources: list[str], large: str, store: str) -> tuple[Any, Any, Any]:
     """Runs on each rank."""
-    return (
-        rank_memory.logits_on_ranks(num_ranks, sources, PROMPT),
-        rank_memory.loaded_on_ranks(num_ranks, large),
-        _replayed_on_ranks(num_ranks, sources[0], store),
-    )
+    logits = rank_memory.logits_on_ranks(num_ranks, sources, PROMPT)
+    with mock.patch.object(packing, "_is_mkl_slow", return_value=True):  # where others keep packed copies
+        loaded = rank_memory.loaded_on_ranks(num_ranks, large)
+    return logits, loaded, _replayed_on_ranks(num_ranks, sources[0], store)
 
 
 def _replayed_on_ranks(num_ranks: int, source: str, store: str) -> list[tuple[Any, int, str]]:

@@ -112,8 +112,8 @@ def run_on_local_shards(model: Any, *, in_rank_order: bool = False) -> None:
             raise ModelLoadError(
                 f"--batch-invariant: {name} is spread over ranks by transformers, which adds in its own order"
             )
-    # First, since it replaces `forward` by the bare product.
-    pack_linears(model)
+    # First, since it replaces `forward` by the bare product. No rank holds more than its share.
+    pack_linears(model, copies=False)
     for module, wrap in wrappers:
         module.forward = wrap(module, module.forward)
 

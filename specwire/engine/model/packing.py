@@ -40,9 +40,13 @@ _SLOW = 1.3
 weights by output, and 6.9 packed."""
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, *, copies: bool = True) -> int:
     """Lay out the bfloat16 and float32 linear layers of a model on a CPU, where torch and the CPU support it;
-    returns their number. The original of a large weight is freed unless another module shares it."""
+    returns their number. The original of a large weight is freed unless another module shares it.
+
+    Args:
+        copies: small ones may have a packed copy, where MKL is slow.
+    """
     each_own = (module.parameters(recurse=False) for module in model.modules())
     users = Counter(map(id, chain.from_iterable(each_own)))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -53,7 +57,7 @@ def pack_linears(model: nn.Module) -> int:
         if _is_large(linear.weight):
             _pack(linear, is_shared=is_shared)
         elif not is_shared:
-            _lay_out_by_input(linear)
+            _lay_out_by_input(linear, copies=copies)
     return len(chosen)
 
 
@@ -81,12 +85,12 @@ def _is_large(weight: Tensor) -> bool:
     return weight.dtype != torch.float32 or weight.numel() >= _LARGE_FLOAT32
 
 
-def _lay_out_by_input(linear: nn.Linear) -> None:
+def _lay_out_by_input(linear: nn.Linear, *, copies: bool) -> None:
     weight = linear.weight
     weight.data = weight.detach().t().contiguous().t()
     by_input = weight.detach().t()
     num_inputs, num_outputs = by_input.shape  # of this rank
-    is_copied = weight.numel() >= _LEAST_COPIED and _is_mkl_slow()
+    is_copied = copies and weight.numel() >= _LEAST_COPIED and _is_mkl_slow()
     packed = pack_weight(by_input.t().contiguous(), _TYPICAL_TOKENS) if is_copied else None
 
     def forward(self: nn.Linear, tokens: Tensor) -> Tensor:
