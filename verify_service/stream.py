@@ -333,9 +333,9 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
 
 def _wanted(wanted: Wanted, *, is_drafted: bool) -> Wanted:
     """What is to follow the verdict; no proposal where the service does not draft."""
-    for name, attribute in verify_wire.WANTED_COLUMNS.items():
-        value = getattr(wanted, attribute)
-        most = MAX_AHEAD if attribute == "num_plain" else MAX_NUM_DRAFT_TOKENS
+    counts = wanted.num_draft_tokens, wanted.max_depth, wanted.num_plain
+    limits = MAX_NUM_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, MAX_AHEAD
+    for name, value, most in zip(verify_wire.WANTED_COLUMNS, counts, limits, strict=True):
         if not 0 <= value <= most:
             raise InvalidRequestError(name, value, f"must lie in [0, {most}]")
     return wanted if is_drafted else replace(wanted, num_draft_tokens=0)

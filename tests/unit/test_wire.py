@@ -38,7 +38,7 @@ from specwire.core import (
 from specwire.errors import InternalError, InvalidRequestError, SpecwireError
 from specwire.rpc.statuses import from_rpc_error, to_status
 from specwire.rpc.wire import client as client_wire
-from specwire.rpc.wire import columns
+from specwire.rpc.wire import columns, proposals
 from specwire.rpc.wire import draft as draft_wire
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire import verify as verify_wire
@@ -197,10 +197,12 @@ class TestColumns:
 
     def test_parents(self) -> None:
         """Chains are spelt out beside trees, and nothing is sent where all are chains."""
-        assert columns.pack_parents([(), ()], [2, 3]) == b""
-        assert columns.split_parents(b"", [2, 3]) == [(), ()]
-        data = columns.pack_parents([(), [-1, -1]], [2, 2])
-        assert columns.split_parents(data, [2, 2]) == [[-1, 0], [-1, -1]]
+        chain, tree = Proposal(5, [1, 2]), Proposal(5, [1, 2], parents=[-1, -1])
+        assert not proposals.to_proto([chain, chain]).parent_indices
+        sent = proposals.to_proto([chain, tree])
+        assert list(sent.parent_indices) == [255, 0, 255, 255]
+        found = proposals.from_proto(sent, [5, 5], vocab_size=9)
+        assert [list(each.parents) for each in found] == [[], [-1, -1]]
 
     def test_timings(self) -> None:
         sent = [SPENT, Timings(6, 7, 8, 9, 10)]

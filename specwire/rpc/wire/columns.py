@@ -20,6 +20,7 @@ from specwire.v1 import common_pb2
 
 Entry = TypeVar("Entry")
 MAX_TRACEPARENT_LEN = 256
+NO_USUAL: Mapping[str, Any] = {}
 
 
 def pack(lists: Iterable[Sequence[int]], dtype: str = "<u4") -> bytes:
@@ -49,30 +50,28 @@ def split(entries: Sequence[Entry], counts: Sequence[int]) -> list[Sequence[Entr
     return [entries[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def add(message: Any, nouns: Sequence[Any], attributes: Mapping[str, str]) -> None:
-    """Columns that have, by their names, this attribute of each noun."""
+def add(
+    message: Any, nouns: Sequence[Any], attributes: Mapping[str, str], usual: Mapping[str, Any] = NO_USUAL
+) -> None:
+    """Columns that have, by their names, this attribute of each noun; one stays empty where all have the
+    usual one."""
     for name, attribute in attributes.items():
-        getattr(message, name).extend(map(operator.attrgetter(attribute), nouns))
+        entries = list(map(operator.attrgetter(attribute), nouns))
+        if name not in usual or entries.count(usual[name]) < len(entries):
+            getattr(message, name).extend(entries)
 
 
-def read(message: Any, num_entries: int, names: Collection[str]) -> list[Sequence[Any]]:
-    """These columns, in this order, once each is found to have so many entries."""
+def read(
+    message: Any, num_entries: int, names: Collection[str], usual: Mapping[str, Any] = NO_USUAL
+) -> list[Sequence[Any]]:
+    """These columns, in this order, once each is found to have so many entries, or none of usual ones."""
     found: list[Sequence[Any]] = [getattr(message, name) for name in names]
-    for name, column in zip(names, found, strict=True):
-        if len(column) != num_entries:
-            raise InvalidRequestError(name, len(column), f"must have {num_entries} entries")
+    for i, name in enumerate(names):
+        if not found[i] and name in usual:
+            found[i] = [usual[name]] * num_entries
+        elif len(found[i]) != num_entries:
+            raise InvalidRequestError(name, len(found[i]), f"must have {num_entries} entries")
     return found
-
-
-def add_unusual(message: Any, name: str, entries: Sequence[Any], usual: Any = 0) -> None:
-    """A column that stays empty where all entries are the usual one."""
-    if any(entry != usual for entry in entries):
-        getattr(message, name).extend(entries)
-
-
-def read_unusual(message: Any, name: str, num_entries: int, usual: Any = 0) -> Sequence[Any]:
-    """The same column of a message."""
-    return read(message, num_entries, [name])[0] if getattr(message, name) else [usual] * num_entries
 
 
 def add_lists(message: Any, lens_name: str, name: str, lists: Sequence[Sequence[int]], dtype: str) -> None:
@@ -89,31 +88,12 @@ def read_lists(message: Any, num_lists: int, lens_name: str, name: str, dtype: s
     return counts, unpack(name, getattr(message, name), sum(counts), dtype)
 
 
-def traceparents_of(message: Any, num_entries: int) -> Sequence[str]:
+def checked_traceparents(found: Sequence[str]) -> Sequence[str]:
     """One for each request; empty where it is not traced."""
-    found = read_unusual(message, "traceparents", num_entries, "")
     longest = max(map(len, found), default=0)
     if longest > MAX_TRACEPARENT_LEN:
         raise InvalidRequestError("traceparent", f"{longest} characters", f"over {MAX_TRACEPARENT_LEN}")
     return found
-
-
-# --- parents ------------------------------------------------------------------------------------------
-
-
-def pack_parents(parents: Sequence[Sequence[int]], lengths: Sequence[int]) -> bytes:
-    """The parents of proposals of these lengths, none for chains; empty if all are chains."""
-    if not any(parents):
-        return b""
-    filled = (each or range(-1, length - 1) for each, length in zip(parents, lengths, strict=True))
-    return pack(filled, "<i1")
-
-
-def split_parents(data: bytes, lengths: Sequence[int]) -> list[Sequence[int]]:
-    """The parents of each proposal; none where all are chains."""
-    if not data:
-        return [()] * len(lengths)
-    return split(unpack("parent_indices", data, sum(lengths), "<i1").tolist(), lengths)
 
 
 # --- timings and errors -------------------------------------------------------------------------------

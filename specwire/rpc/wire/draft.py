@@ -84,8 +84,12 @@ _REQUEST = {
     "base_lens": "base_len",
     "num_draft_tokens": "num_draft_tokens",
     "max_depths": "max_depth",
+    "traceparents": "traceparent",
+    "num_chains": "num_chains",
 }
 """Columns of a message, and the attribute that each has; as those below."""
+_USUAL = {"traceparents": "", "num_chains": 1}
+"""Entries of columns that stay empty where all are these."""
 _PREPARATION = {
     "num_outcomes": "num_outcomes",
     "num_draft_tokens": "num_draft_tokens",
@@ -100,10 +104,8 @@ def request_to_proto(
     message = draft_pb2.DraftRequest(open=opened, close=closed)
     if not orders:
         return message
-    columns.add(message, orders, _REQUEST)
+    columns.add(message, orders, _REQUEST, _USUAL)
     columns.add_lists(message, "num_tokens", "token_ids", [order.token_ids for order in orders], "<u4")
-    columns.add_unusual(message, "traceparents", [order.traceparent for order in orders], "")
-    columns.add_unusual(message, "num_chains", [order.num_chains for order in orders], 1)
     if any(order.prepare for order in orders):
         columns.add(message.prepare, [order.prepare or Preparation(0, 0) for order in orders], _PREPARATION)
     return message
@@ -112,7 +114,8 @@ def request_to_proto(
 def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
     """The requests of a message. `check_order` checks each by itself."""
     num = len(message.sequence_ids)
-    sequence_ids, request_ids, base_lens, *wanted = columns.read(message, num, _REQUEST)
+    found = columns.read(message, num, _REQUEST, _USUAL)
+    sequence_ids, request_ids, base_lens, num_draft_tokens, max_depths, traceparents, num_chains = found
     num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<u4")
     prepare: Sequence[Preparation | None] = [None] * num
     if message.HasField("prepare"):
@@ -125,10 +128,11 @@ def orders_from_proto(message: draft_pb2.DraftRequest) -> list[DraftOrder]:
             request_ids,
             base_lens,
             columns.split(token_ids.tolist(), num_tokens),
-            *wanted,
+            num_draft_tokens,
+            max_depths,
             prepare,
-            columns.traceparents_of(message, num),
-            columns.read_unusual(message, "num_chains", num, 1),
+            columns.checked_traceparents(traceparents),
+            num_chains,
         )
     )
 
@@ -166,6 +170,7 @@ _PREPARED = {
     "last_request_ids": "last_request_id",
     "last_request_age_ns": "last_request_age_ns",
     "forward_ns": "forward_ns",
+    "traceparents": "traceparent",
 }
 
 
@@ -189,9 +194,8 @@ def response_to_proto(
         message.proposals.CopyFrom(proposals.to_proto(own, support_len))
     if prepared:
         ahead = message.prepared
-        columns.add(ahead, prepared, _PREPARED)
+        columns.add(ahead, prepared, _PREPARED, _USUAL)
         columns.add_lists(ahead, "path_lens", "path_token_ids", [each.path for each in prepared], "<u4")
-        columns.add_unusual(ahead, "traceparents", [each.traceparent for each in prepared], "")
         ahead.proposals.CopyFrom(proposals.to_proto([each.proposal for each in prepared], support_len))
     return message
 
@@ -212,10 +216,10 @@ def prepared_from_proto(
 ) -> list[PreparedAnswer]:
     """The prepared proposals of a message; see `answers_from_proto`."""
     num = len(message.sequence_ids)
-    sequence_ids, base_lens, *others = columns.read(message, num, _PREPARED)
+    sequence_ids, base_lens, *others, traceparents = columns.read(message, num, _PREPARED, _USUAL)
     paths = proposals.paths_of(message, num, vocab_size)
     for base_len, path in zip(base_lens, paths, strict=True):
         proposals.check_path(base_len, path)
     found = proposals.from_proto(message.proposals, base_lens, vocab_size, source)
-    traceparents = columns.traceparents_of(message, num)
+    columns.checked_traceparents(traceparents)
     return list(map(PreparedAnswer, sequence_ids, paths, found, *others, traceparents))

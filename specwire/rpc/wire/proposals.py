@@ -41,10 +41,14 @@ def to_proto(
     """
     laid_out = [chains.laid_out(each) for each in proposals]
     num_tokens = [len(token_ids) for token_ids, _ in laid_out]
+    message = common_pb2.Proposals()
     parents = [() if each.leaves else each.parents for each in proposals]
-    message = common_pb2.Proposals(parent_indices=columns.pack_parents(parents, num_tokens))
+    if any(parents):  # chains are spelt out beside trees
+        filled = (own or range(-1, num - 1) for own, num in zip(parents, num_tokens, strict=True))
+        message.parent_indices = columns.pack(filled, "<i1")
     columns.add_lists(message, "num_tokens", "token_ids", [token_ids for token_ids, _ in laid_out], "<i4")
-    columns.add_unusual(message, "num_chains", [len(each.leaves) or 1 for each in proposals], 1)
+    if any(each.leaves for each in proposals):
+        message.num_chains.extend(len(each.leaves) or 1 for each in proposals)
     if any(own for _, own in laid_out):
         supports = [each for token_ids, own in laid_out for each in own or [NO_SUPPORT] * len(token_ids)]
         _add_supports(message, supports, support_len, with_probs=with_probs)
@@ -99,8 +103,11 @@ def each_from_proto(
     """
     num = len(base_lens)
     num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<i4")
-    parents = columns.split_parents(message.parent_indices, num_tokens)
-    num_chains = columns.read_unusual(message, "num_chains", num, 1)
+    parents: Sequence[Sequence[int]] = [()] * num
+    if message.parent_indices:
+        all_parents = columns.unpack("parent_indices", message.parent_indices, sum(num_tokens), "<i1")
+        parents = columns.split(all_parents.tolist(), num_tokens)
+    [num_chains] = columns.read(message, num, ["num_chains"], {"num_chains": 1})
     drawn = _TokenColumns.of(message, token_ids, with_probs=with_probs)
     try:
         drawn.check(vocab_size)

@@ -33,23 +33,31 @@ Value = TypeVar("Value")
 MAX_AHEAD_OF_MESSAGE = 1 << 16
 """Proposals ahead, of all sequences."""
 WANTED_COLUMNS = {
-    "num_next_draft_tokens": "num_draft_tokens",
-    "next_max_depths": "max_depth",
-    "num_plain_ahead": "num_plain",
+    "num_next_draft_tokens": "wanted.num_draft_tokens",
+    "next_max_depths": "wanted.max_depth",
+    "num_plain_ahead": "wanted.num_plain",
 }
-"""And the attribute of `Wanted` that each has."""
 _NO_PROBS: FloatArray = np.empty(0, np.float32)
 _NO_ACCOUNT = Continuation(0, Outcome((), 0))
 
-
-_REQUEST = {"sequence_ids": "sequence_id", "request_ids": "request_id", "base_lens": "base_len"}
+_REQUEST = {
+    "sequence_ids": "sequence_id",
+    "request_ids": "request_id",
+    "base_lens": "base_len",
+    "traceparents": "traceparent",
+    "ahead_ids": "ahead_id",
+    **WANTED_COLUMNS,
+}
 """Columns of a message, and the attribute that each has; as those below."""
+_USUAL = {"traceparents": "", "ahead_ids": 0} | dict.fromkeys(WANTED_COLUMNS, 0)
+"""Entries of columns that stay empty where all are these."""
 _AHEAD = {"sequence_ids": "sequence_id", "ahead_ids": "ahead_id", "base_lens": "proposal.base_len"}
 _ANSWER = {
     "sequence_ids": "sequence_id",
     "request_ids": "request_id",
     "base_lens": "verdict.base_len",
     "num_cached_tokens": "num_cached_tokens",
+    "ahead_ids": "ahead_id",
 }
 _CONTINUATION = {"ahead_ids": "ahead_id", "next_token_ids": "outcome.next_token"}
 
@@ -120,15 +128,11 @@ def request_to_proto(
     """All that is ready, in one message."""
     message = verify_pb2.VerifyRequest(open=opened, close=closed)
     if requests := [order for order in orders if isinstance(order, VerifyOrder)]:
-        columns.add(message, requests, _REQUEST)
+        columns.add(message, requests, _REQUEST, _USUAL)
         columns.add_lists(message, "num_tokens", "token_ids", [order.token_ids for order in requests], "<u4")
         found = [order.proposal for order in requests]
         with_probs = any(order.needs_probs for order in requests)
         message.proposals.CopyFrom(proposals.to_proto(found, with_probs=with_probs))
-        columns.add_unusual(message, "traceparents", [order.traceparent for order in requests], "")
-        columns.add_unusual(message, "ahead_ids", [order.ahead_id for order in requests])
-        for name, attribute in WANTED_COLUMNS.items():
-            columns.add_unusual(message, name, [getattr(order.wanted, attribute) for order in requests])
     if ahead := [order for order in orders if isinstance(order, AheadOrder)]:
         found = [order.proposal for order in ahead]
         support_len = max(proposal.support_len for proposal in found)
@@ -172,7 +176,8 @@ def check_ahead(order: AheadOrder, last_id: int, context_len: int) -> None:
 def orders_from_proto(message: verify_pb2.VerifyRequest, vocab_size: int) -> list[VerifyOrder]:
     """The requests of a message; `vocab_size` is the target's, in tokens."""
     num = len(message.sequence_ids)
-    sequence_ids, request_ids, base_lens = columns.read(message, num, _REQUEST)
+    found = columns.read(message, num, _REQUEST, _USUAL)
+    sequence_ids, request_ids, base_lens, traceparents, ahead_ids, *wanted = found
     num_tokens, token_ids = columns.read_lists(message, num, "num_tokens", "token_ids", "<u4")
     committed_lens = [*map(operator.add, base_lens, num_tokens)]
     orders = map(
@@ -182,9 +187,9 @@ def orders_from_proto(message: verify_pb2.VerifyRequest, vocab_size: int) -> lis
         base_lens,
         columns.split(token_ids.tolist(), num_tokens),
         proposals.each_from_proto(message.proposals, committed_lens, vocab_size, with_probs=False),
-        columns.traceparents_of(message, num),
-        columns.read_unusual(message, "ahead_ids", num),
-        map(Wanted, *(columns.read_unusual(message, name, num) for name in WANTED_COLUMNS)),
+        columns.checked_traceparents(traceparents),
+        ahead_ids,
+        map(Wanted, *wanted),
     )
     return [
         order._replace(proposal=Proposal(0), problem=order.proposal)
@@ -202,16 +207,16 @@ def response_to_proto(
     if not answers:
         return message
     verdicts = [answer.verdict for answer in answers]
-    columns.add(message, answers, _ANSWER)
+    columns.add(message, answers, _ANSWER, _USUAL)
     message.timings.CopyFrom(columns.timings_to_proto([answer.timings for answer in answers]))
     rows = [verdict.target_token_ids for verdict in verdicts]
     columns.add_lists(message, "num_rows", "target_token_ids", rows, "<i4")
     if any(verdict.target_probs for verdict in verdicts):
         _add_probs(message, verdicts)
-    columns.add_unusual(message, "has_logprobs", [bool(verdict.logprobs) for verdict in verdicts])
+    if any(verdict.logprobs for verdict in verdicts):
+        message.has_logprobs.extend(bool(verdict.logprobs) for verdict in verdicts)
     for verdict in verdicts:
         message.logprobs.extend(map(_logprobs_to_proto, verdict.logprobs))
-    columns.add_unusual(message, "ahead_ids", [answer.ahead_id for answer in answers])
     if any(answer.continuation for answer in answers):
         accounts = [answer.continuation or _NO_ACCOUNT for answer in answers]
         columns.add(message.continuations, accounts, _CONTINUATION)
@@ -268,7 +273,8 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
         InternalError: probabilities that no target has.
     """
     num = len(message.sequence_ids)
-    sequence_ids, request_ids, base_lens, num_cached = columns.read(message, num, _ANSWER)
+    found = columns.read(message, num, _ANSWER, _USUAL)
+    sequence_ids, request_ids, base_lens, num_cached, ahead_ids = found
     num_rows, token_ids = columns.read_lists(message, num, "num_rows", "target_token_ids", "<i4")
     accounts = _continuations_from_proto(message, num)
     own = _next_from_proto(message, accounts, vocab_size)
@@ -291,7 +297,7 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
             verdicts,
             columns.timings_from_proto(message.timings, num),
             num_cached,
-            columns.read_unusual(message, "ahead_ids", num),
+            ahead_ids,
             continuations,
             repeat(wire.load_from_proto(message.load)),
             own,
@@ -303,14 +309,14 @@ def _probs_from_proto(
     message: verify_pb2.VerifyResponse, token_ids: IntArray, num_rows: Sequence[int], vocab_size: int
 ) -> tuple[Sequence[Sequence[FloatArray]], Sequence[Sequence[float]]]:
     """Probabilities and tail masses of each answer's draft positions; none where it has no supports."""
-    num = len(token_ids) if message.support_lens else 0
+    is_there = token_ids != NO_TOKEN
+    if not (message.support_lens or message.target_probs or message.tail_mass):
+        check_token_ids("target_token_ids", token_ids[is_there], vocab_size)
+        return [()] * len(num_rows), [()] * len(num_rows)
+    num = len(token_ids)
     lens = columns.unpack("support_lens", message.support_lens, num).astype(np.int64)
     probs = columns.unpack("target_probs", message.target_probs, int(lens.sum()), "<f4")
     tail_mass = columns.unpack("tail_mass", message.tail_mass, num, "<f8")
-    is_there = token_ids != NO_TOKEN
-    if not num:
-        check_token_ids("target_token_ids", token_ids[is_there], vocab_size)
-        return [()] * len(num_rows), [()] * len(num_rows)
     may_be_missing = (lens > 0) & (tail_mass == 0)
     check_token_ids("target_token_ids", token_ids[is_there & ~may_be_missing], vocab_size)
     _check_probs(probs, lens[lens > 0], tail_mass[lens > 0], is_there[lens > 0])
