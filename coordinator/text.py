@@ -58,7 +58,15 @@ class IncrementalDetokenizer:
         self._window = self._context(prompt_ids)
         self._boundary = len(self._window)  # window[:boundary] was whole characters when it was added
         # A prompt may end within a character (a resumed generation): then the output completes it.
-        self._num_emitted = len(self._decode(self._window).rstrip(_REPLACEMENT))
+        text = self._decode(self._window)
+        self._num_emitted = len(text) if self._ends_with_replacement(text) else len(text.rstrip(_REPLACEMENT))
+
+    def _ends_with_replacement(self, text: str) -> bool:
+        """Whether the prompt itself ends with U+FFFD, rather than with a part of a character."""
+        if self._tokenizer is None or not text.endswith(_REPLACEMENT):
+            return False
+        ids = self._tokenizer.encode(_REPLACEMENT, add_special_tokens=False)
+        return bool(ids) and self._window[-len(ids) :] == ids
 
     def add(self, token_id: int) -> str:
         """Append a token; returns the text that it completes, often none or one word."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
+from specwire.text.unicode import is_whole
 
 if TYPE_CHECKING:
     from specwire.support import FloatArray, IntArray, Support
@@ -113,7 +114,9 @@ def _whole(least: int, most: int, interval: str = "") -> Check:
 
 def _text(least: int, most: int) -> Check:
     problem = f"must be a text of {least} to {most} characters"
-    return _must(lambda value: isinstance(value, str) and least <= len(value) <= most, problem)
+    return _must(
+        lambda value: isinstance(value, str) and least <= len(value) <= most and is_whole(value), problem
+    )
 
 
 def _each(check: Check, most: int) -> Check:
@@ -139,6 +142,7 @@ def _check_biases(name: str, biases: Mapping[int, float]) -> None:
 _COUNT, _SHARE, _PENALTY = _whole(0, _MAX_INT, "[0, 2**31)"), _number(0, 1), _number(-2, 2)
 _DRAFT_TOKENS, _TOP = _whole(0, MAX_NUM_DRAFT_TOKENS), _whole(0, MAX_LOGPROBS)
 _BEAMS = _whole(1, MAX_NUM_BEAMS)
+_SWITCH = _must(lambda given: isinstance(given, bool), "must be True or False")
 
 
 def _of(default: Any, check: Check | None, doc: str) -> Any:
@@ -209,7 +213,7 @@ class SamplingParams:
         _each(_COUNT, MAX_STOP_TOKEN_IDS),
         "Token ids that end the output; part of `token_ids`, not of the text.",
     )
-    ignore_eos: bool = _of(False, None, "Continue past the model's end-of-sequence token.")
+    ignore_eos: bool = _of(False, _SWITCH, "Continue past the model's end-of-sequence token.")
     min_tokens: int = _of(
         0,
         _COUNT,
@@ -218,7 +222,7 @@ class SamplingParams:
     )
     skip_special_tokens: bool = _of(
         True,
-        None,
+        _SWITCH,
         "Leave special tokens out of the text. False writes them by their names; one that ends the output is "
         "never part of the text.",
     )
@@ -318,10 +322,15 @@ class SamplingParams:
 
     def _coerce(self) -> None:
         """Accept other types that callers use: a single stop string, lists, a rule by name."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        kinds: dict[str, type] = {"stop": tuple, "stop_token_ids": tuple, "logit_bias": dict}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(value))
+            except (TypeError, ValueError):
+                raise InvalidRequestError(name, value, f"is no {kind.__name__}, and cannot be one") from None
         try:
             object.__setattr__(self, "rule", None if self.rule is None else Rule(self.rule))
         except ValueError:

@@ -73,6 +73,7 @@ def _abbreviated(value: object) -> str:
     if isinstance(value, Sized) and not isinstance(value, str) and len(value) > _MAX_VALUE_LEN:
         return f"{len(value)} entries"
     text = value if isinstance(value, str) else repr(value)
+    text = text.encode(errors="backslashreplace").decode()  # which shows halves of characters
     return text if len(text) <= _MAX_VALUE_LEN else text[:_MAX_VALUE_LEN] + "..."
 
 

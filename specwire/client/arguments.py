@@ -12,9 +12,12 @@ from specwire.config.fields import split_addresses
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError
 from specwire.telemetry.propagation import REQUEST_ID, W3C, TraceContext
+from specwire.text.unicode import HALVED, is_whole
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int]
+_LONGEST_S = 1e9
+"""A deadline after the year 2262 is a past one for gRPC."""
 _PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -54,6 +57,8 @@ def prompt(given: object) -> None:
     Raises:
         InvalidRequestError: says which argument or method takes it.
     """
+    if isinstance(given, str) and not is_whole(given):
+        raise InvalidRequestError("prompt", given, HALVED)
     if given is None or isinstance(given, str):
         return
     kinds = set(map(type, given)) if isinstance(given, list | tuple) else set()
@@ -119,16 +124,16 @@ def parent(given: str | TraceContext) -> TraceContext:
 
 def request_id(given: str) -> str:
     """The caller's name of a request; raises InvalidRequestError."""
-    if given and not REQUEST_ID.fullmatch(given):
+    if given and not (isinstance(given, str) and REQUEST_ID.fullmatch(given)):
         raise InvalidRequestError("request_id", given, "is not 1 to 128 letters, digits and ._:/-")
     return given
 
 
 def timeout(given: float) -> float:
     """A timeout in seconds; raises InvalidRequestError."""
-    if not 0 < given < math.inf:
+    if not (isinstance(given, int | float) and 0 < given < math.inf):
         raise InvalidRequestError("timeout_s", given, "must be a finite number over 0")
-    return given
+    return min(given, _LONGEST_S)
 
 
 def concurrency(given: int) -> int:

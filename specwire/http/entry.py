@@ -199,8 +199,10 @@ def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = No
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
-    """The first error, in OpenAI's format."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The first error, in OpenAI's format; of a union, that of the branch that went furthest."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    place = _place(errors[0])
+    first = max((each for each in errors if _place(each)[: len(place)] == place), key=_progress)
     kind, param = first["type"], _path(first["loc"], unknown=first["type"] == "extra_forbidden")
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
@@ -213,6 +215,18 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         return ApiError(400, f"the body is not a JSON object: {first['msg']}", code="invalid_json")
     code = "unsupported_value" if kind in _UNSUPPORTED else "invalid_value"
     return ApiError(400, f"{param}: {first['msg']}", param=param, code=code)
+
+
+def _place(error: Any) -> list[str | int]:
+    """Where it is, without the names of branches."""
+    return [part for part in error["loc"] if isinstance(part, int) or part in JsonObject.field_names]
+
+
+def _progress(error: Any) -> tuple[int, ...]:
+    """How far validation came, to compare the branches of a union."""
+    place = _place(error)
+    is_unknown = error["type"] == "extra_forbidden"
+    return len(place) + is_unknown, *(part for part in place if isinstance(part, int))
 
 
 def _path(location: Iterable[str | int], *, unknown: bool) -> str:

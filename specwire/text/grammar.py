@@ -6,18 +6,25 @@ A leaf: a value that requests carry. docs/structured.md says how it takes part i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specwire.errors import InvalidRequestError
+from specwire.errors import InvalidRequestError, UnsupportedError
 from specwire.text.schema import check_schema
+from specwire.text.unicode import HALVED, is_whole
 
 MAX_SOURCE_LEN = 1 << 16
 """Longest source, in characters; of a choice, of all its texts together."""
 LONGEST_MASK_S = 1.0
 """Of all masks of a sequence in a pass, in seconds; over it the request ends."""
 MAX_CHOICES = 1024
+_UNHELD = re.compile(
+    r"""(?P<ignored> \\[AZzGKhHRNXQE] | (?<!^)\^ | \$(?!\Z) ) | \\. | \[ \^? (?: \\. | [^\]\\] )* \]""",
+    re.VERBOSE | re.DOTALL,
+)
+"""Parts of a regular expression, of which xgrammar leaves out anchors, and takes others for letters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +84,16 @@ def _check(name: str, value: Any) -> None:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(name, text, "must be non-empty text")
+        if not is_whole(text):
+            raise InvalidRequestError(name, text, HALVED)
     length = sum(map(len, texts))
     if length > MAX_SOURCE_LEN:
         raise InvalidRequestError(name, f"{length} characters", f"is over the limit of {MAX_SOURCE_LEN}")
+    if name == "grammar.regex":
+        for part in _UNHELD.finditer(value):
+            if part["ignored"]:
+                problem = f"has {part['ignored']!r} as character {part.start()}, which is not supported there"
+                raise UnsupportedError(name, value, problem)
     if len(texts) > MAX_CHOICES:
         raise InvalidRequestError(name, f"{len(texts)} texts", f"is over the limit of {MAX_CHOICES}")
 

@@ -12,8 +12,10 @@ the order of their names in the schema.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NoReturn
 
 from specwire.errors import InvalidRequestError, UnsupportedError
@@ -49,10 +51,20 @@ _REF = re.compile(r"#(/(\$defs|definitions|properties)/[^/~%]+|/(items|additiona
 """To where a schema is, which is checked there."""
 _FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference"),
-    *("uuid", "json-pointer", "relative-json-pointer"),
+    "uuid",
 }
 _PATTERN = re.compile(r"""\^ (?: [^\\"$^\x00-\x1f] | \[\^ | \\[dDwWS.()\[\]{}*+?|^$/-] )* \$""", re.VERBOSE)
 """Anchored, and of characters that stand for themselves in a JSON string."""
+_LOOKAROUND = re.compile(r"\(\?(?!:|<\w)")
+"""xgrammar leaves out what looks ahead or behind, with a warning."""
+_PAST_ASCII = re.compile(r"[ -\\]-[^\x00-\x7f]")
+"""Ranges of characters with quotes or backslashes among them, which xgrammar does not leave out of these."""
+_MAX_SPAN, _MAX_MULTIPLE = 10_000, 1024
+"""Up to which xgrammar holds `multipleOf`: values between the bounds, and the multiple."""
+_DECIMALS = 6
+"""Places of the numbers that it writes between bounds."""
+_INT64 = range(-(2**63), 2**63)
+"""Whole numbers that it writes as they are; others become floats."""
 
 
 def check_schema(name: str, schema: Any) -> Any:
@@ -128,11 +140,18 @@ class _Checker:
         if keyword == "$ref":
             self._check_ref(value, where)
         elif keyword in ("anyOf", "oneOf"):
-            self._check_each(dict(enumerate(self._list(value, where, keyword))), f"{where}/{keyword}")
+            if not self._list(value, where, keyword):
+                self._refuse(where, keyword, "is empty")
+            self._check_each(dict(enumerate(value)), f"{where}/{keyword}")
             if keyword == "oneOf":
                 self._found.append((schema, where))
         else:
             values = [value] if keyword == "const" else self._list(value, where, keyword)
+            if not values:
+                self._refuse(where, keyword, "is empty")
+            for number in _whole_numbers(values):
+                if number not in _INT64:
+                    self._refuse(where, keyword, f"has {number}, which is over 64 bits")
             types = self._types(schema, where) if "type" in schema else [*_TYPES]
             for each in values:
                 if not any(_is_of(each, kind) for kind in types):
@@ -164,6 +183,26 @@ class _Checker:
             self._check_array(schema, where)
         if "number" in types and "multipleOf" in schema:
             self._refuse(where, "multipleOf", "is not supported for type number")
+        if "multipleOf" in schema:
+            self._check_multiple(schema, where)
+        elif "number" in types:
+            self._check_interval(schema, where)
+
+    def _check_multiple(self, schema: Mapping[str, Any], where: str) -> None:
+        multiple, bounds = schema["multipleOf"], schema.keys() & (_INTEGER - {"multipleOf"})
+        if type(multiple) is not int or multiple < 1:
+            self._refuse(where, "multipleOf", f"{multiple!r} is not supported: it must be whole, and over 0")
+        least, most = _bounds(schema, 1)
+        is_open = bounds and (least is None or most is None or most - least >= _MAX_SPAN)
+        if multiple > 1 and (multiple > _MAX_MULTIPLE or is_open):
+            problem = f"up to {_MAX_MULTIPLE}, without bounds or with two, of {_MAX_SPAN} values"
+            self._refuse(where, "multipleOf", f"is only supported {problem}")
+
+    def _check_interval(self, schema: Mapping[str, Any], where: str) -> None:
+        least, most = _bounds(schema, 10**_DECIMALS)
+        if least is not None and most is not None and least > most:
+            named = min(schema.keys() & (_INTEGER - {"multipleOf"}))
+            self._refuse(where, named, f"leaves no number of {_DECIMALS} decimal places")
 
     def _check_string(self, schema: Mapping[str, Any], where: str) -> None:
         kinds = [
@@ -178,7 +217,13 @@ class _Checker:
                 f"{pattern!r} is not supported: it must be ^...$, without quotes, backslashes and spaces"
             )
             self._refuse(where, "pattern", f"{problem} by name")
-        if form is not None and form not in _FORMATS:
+        if isinstance(pattern, str):
+            bare = re.sub(r"\\.", "__", pattern)
+            if _LOOKAROUND.search(re.sub(r"\[[^]]*\]", "_", bare)):
+                self._refuse(where, "pattern", f"{pattern!r} looks ahead or behind, which is not supported")
+            if any(_PAST_ASCII.search(each) for each in re.findall(r"\[[^]]*\]", bare)):
+                self._refuse(where, "pattern", f"{pattern!r} has a range from ASCII to beyond")
+        if form is not None and not (isinstance(form, str) and form in _FORMATS):
             self._refuse(where, "format", f"{form!r} is not supported")
 
     def _check_object(self, schema: Mapping[str, Any], where: str) -> None:
@@ -189,7 +234,7 @@ class _Checker:
             if properties:
                 self._refuse(where, "additionalProperties", "is not supported beside properties")
         for name in self._list(schema.get("required", []), where, "required"):
-            if name not in properties:
+            if not isinstance(name, str) or name not in properties:
                 self._refuse(where, "required", f"{name!r} is not in properties")
 
     def _check_array(self, schema: Mapping[str, Any], where: str) -> None:
@@ -215,6 +260,8 @@ class _Checker:
     def _types(self, schema: Mapping[str, Any], where: str) -> list[str]:
         given = schema["type"]
         types = given if isinstance(given, list) else [given]
+        if not types:
+            self._refuse(where, "type", "is empty")
         for kind in types:
             if kind not in [*_TYPES]:
                 self._refuse(where, "type", f"{kind!r} is no type")
@@ -222,6 +269,30 @@ class _Checker:
 
     def _refuse(self, where: str, keyword: str, problem: str) -> NoReturn:
         raise UnsupportedError(f"{self._name} at {where}", keyword, problem)
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """All in a JSON value."""
+    if isinstance(value, int):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _whole_numbers(each)
+
+
+def _bounds(schema: Mapping[str, Any], parts: int) -> tuple[int | None, int | None]:
+    """The least and the most whole number of `1 / parts` within the bounds; None without a bound."""
+
+    def units(keyword: str) -> Decimal | None:
+        value = schema.get(keyword)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        found = Decimal(repr(value)) * parts if is_number else None
+        return found if found is not None and found.is_finite() else None
+
+    least = [math.ceil(each) for each in [units("minimum")] if each is not None]
+    least += [math.floor(each) + 1 for each in [units("exclusiveMinimum")] if each is not None]
+    most = [math.floor(each) for each in [units("maximum")] if each is not None]
+    most += [math.ceil(each) - 1 for each in [units("exclusiveMaximum")] if each is not None]
+    return max(least, default=None), min(most, default=None)
 
 
 def _is_of(value: object, kind: str) -> bool:

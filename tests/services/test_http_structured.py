@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from specwire import embedded
+from specwire.text import tokenizer
 from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
 
@@ -83,6 +84,18 @@ def test_a_schema_holds(here: Fronted, schema: dict[str, Any], stream: bool) -> 
         jsonschema.validate(json.loads(text), schema)
         texts.add(text)
     assert len(texts) > 1
+
+
+def test_a_string_of_limited_length_has_no_control_characters(here: Fronted) -> None:
+    """However likely they are: JSON has them as escapes alone."""
+    loaded = tokenizer.load(embedded.TARGET_DIR)
+    assert loaded is not None
+    [tab] = loaded.encode("\t", add_special_tokens=False)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    answer = here.openai.chat.completions.create(
+        model=here.model, messages=SAID, response_format=form, logit_bias={str(tab): 100}, max_tokens=120
+    )
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
 
 
 def test_a_response_in_a_schema(here: Fronted) -> None:

@@ -128,7 +128,9 @@ TEXT = {"type": "text", "text": "a"}
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("messages[2].content", {"messages": [said("a"), said([TEXT]), said([TEXT, {}])]}),
+        ("messages[2].content[1].type", {"messages": [said("a"), said([TEXT]), said([TEXT, {}])]}),
+        ("messages[0].content[0].why", {"messages": [said([TEXT | {"why": 1}])]}),
+        ("stop[1]", {"messages": [said("a")], "stop": ["a", 5]}),
         ("messages[1].k0", {"messages": [said("a"), said("b") | {f"k{i}": 1 for i in range(20)}]}),
         ("stop_token_ids[1]", {"messages": [said("a")], "stop_token_ids": [1, "a", "b"]}),
     ],

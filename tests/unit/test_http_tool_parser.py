@@ -77,6 +77,21 @@ def test_what_only_looks_like_a_call_is_content(form: Format, text: str) -> None
     assert parsed(form, text) == [Content(text)]
 
 
+def test_an_id_may_follow_the_arguments() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}, "id": "7"}</tool_call> x'
+    assert parsed(HERMES, text) == [CallBegins("f"), Arguments("{}"), Content("x")]
+    other = text.replace("id", "why")
+    assert parsed(HERMES, other)[2:] == [Content(', "why": "7"}</tool_call> x')]
+
+
+def test_half_of_a_character_stays_escaped() -> None:
+    """It is valid JSON, and no text that could be sent."""
+    text = '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>'
+    assert parsed(HERMES, text) == [CallBegins("f"), Arguments('{"a": "\\ud83d"}')]
+    text = '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>'
+    assert parsed(HERMES, text) == [Content(text)]
+
+
 def test_arguments_that_stop_being_json() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1, b}}'
     assert parsed(HERMES, text) == [CallBegins("f"), Arguments('{"a": 1, '), Content("b}}")]

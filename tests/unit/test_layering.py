@@ -19,7 +19,7 @@ ORDER = (
 """The folders of `specwire/` and its modules beside them: each imports only from those before it."""
 
 WITHIN = {
-    "text": (("schema_unions",), ("schema",), ("grammar", "tokenizer"), ("token_texts",)),
+    "text": (("schema_unions", "unicode"), ("schema",), ("grammar", "tokenizer"), ("token_texts",)),
     "proposals": (
         ("tree", "history"),
         ("chains", "growth"),

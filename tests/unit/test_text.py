@@ -261,6 +261,11 @@ class TestTextAssembler:
         assert assembler.add(1, 1, silent=True) == []
         assert [text for _, text in assembler.finish()] == ["<", ""]
 
+    def test_a_prompt_that_ends_with_a_replacement_character(self, byte_level: Tokenizer) -> None:
+        """It is whole, and no part of the output."""
+        ids = byte_level.encode(f"x{REPLACEMENT}")
+        assert pieces_of(byte_level, ids, byte_level.encode("ab")) == [*"ab", ""]
+
     def test_a_prompt_that_ends_within_a_character(self, byte_level: Tokenizer) -> None:
         first, second = TestIncrementalDetokenizer.bytes_of(byte_level, "é")
         assembler = TextAssembler[int](byte_level, [first])

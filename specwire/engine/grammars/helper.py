@@ -128,6 +128,11 @@ class _UnusedClass:
         """Constants are made of it."""
 
 
+_OF_LIMITED, _OF_JSON = "9,1,34,34,92,92,13,13,10,10,", "9,1,34,34,92,92,0,31,0,31,"
+r"""As xgrammar serialises them, the characters that it takes in strings of limited length, `[^"\\\r\n]`, and
+those that JSON allows there without an escape, `[^"\\\0-\x1f]`."""
+
+
 def _compiler(vocabulary: GrammarVocabulary) -> Any:
     _import_lightly()
     import xgrammar
@@ -182,8 +187,11 @@ def _compiled(compiler: Any, kind: str, value: Any) -> Any:
     if kind == "json_object":
         kind, value = "json_schema", '{"type": "object"}'
     if kind == "json_schema":
+        import xgrammar
+
         # On one line: where any space may follow, a small model may write spaces without end.
-        return compiler.compile_json_schema(value, any_whitespace=False)
+        text = xgrammar.Grammar.from_json_schema(value, any_whitespace=False).serialize_json()
+        value = xgrammar.Grammar.deserialize_json(text.replace(_OF_LIMITED, _OF_JSON))
     if kind == "regex":
         return compiler.compile_regex(value)
     if kind == "choice":

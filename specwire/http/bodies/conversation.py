@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from specwire.http.bodies.part import JsonObject, List, OnlyText, invalid
+from specwire.text.unicode import HALVED, is_whole
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -104,7 +105,7 @@ InputItem = Annotated[
     | Annotated[FunctionCall, Tag("a call")]
     | Annotated[FunctionCallOutput, Tag("its output")],
     Discriminator(
-        lambda item: _TAGS.get(item.get("type") or "message") if isinstance(item, dict) else None,
+        lambda item: _TAGS.get(str(item.get("type") or "message")) if isinstance(item, dict) else None,
         custom_error_type="unsupported_item",
         custom_error_message=f"must be an item of type {', '.join(_TAGS)}",
     ),
@@ -149,6 +150,8 @@ def as_call(param: str, name: str, arguments: str, call_id: str | None) -> dict[
         raise invalid(f"{param}.arguments", f"is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise invalid(f"{param}.arguments", "is not a JSON object")
+    if not is_whole(json.dumps(read, ensure_ascii=False)):
+        raise invalid(f"{param}.arguments", HALVED)
     function = {"name": name, "arguments": read}
     return {"type": "function", "function": function} | ({"id": call_id} if call_id is not None else {})
 

@@ -20,10 +20,13 @@ from typing import Any
 
 from specwire.http.tools.formats import Format
 from specwire.http.tools.json_scan import JsonScan
+from specwire.text.unicode import is_whole
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _KEYS = {"name", "arguments", "parameters", "type", "id"}
 """Of a call in another order than that of `_HEAD`, which is read as a whole."""
+_AFTER = {"type", "id"}
+"""Those that may follow the arguments."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +186,13 @@ class ToolParser:
                 return False
             self._emit(Arguments, char)
         self._num_incomplete -= 1
-        while (char := (yield)).isspace():
+        while scan.depth:
+            char = yield
             self._held += char
-        self._held += char
-        if char != "}":
+            if not char or not scan.feed(char):
+                self._read_again()
+                return False
+        if not json.loads("{" + self._held.strip().removeprefix(",")).keys() <= _AFTER:
             self._read_again()
             return False
         self._held = ""
@@ -250,10 +256,12 @@ def _call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a JSON object that is a call."""
     try:
         found: dict[str, Any] = json.loads(text)
+        arguments = found.get("arguments", found.get("parameters", {}))
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is a number, and no JSON
     except (ValueError, RecursionError):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
     name = found.get("name")
     if not (found.keys() <= _KEYS and isinstance(name, str) and isinstance(arguments, dict)):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    # Half of a character is valid JSON as long as it is escaped.
+    return name, written if is_whole(written) else json.dumps(arguments)
