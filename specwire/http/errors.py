@@ -31,8 +31,6 @@ _BY_STATUS = {
     "CANCELLED": (503, "service_unavailable_error", "cancelled"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
 }
-_PARAMS = {"text": "prompt", "chat_template_kwargs.reasoning_effort": "reasoning_effort"}
-"""This API's names of fields of the SDK."""
 
 
 @dataclass(eq=False)
@@ -74,7 +72,7 @@ def api_error(error: Exception) -> ApiError:
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else code
     param = None
     if isinstance(error, InvalidRequestError):
-        param = _PARAMS.get(error.field) or error.field.replace("prompt_token_ids", "prompt", 1)
+        param = error.field
     is_ending = isinstance(error, RequestCancelledError)  # a client that cancels is no longer there
     message = "the server is shutting down" if is_ending else str(error)
     return ApiError(status, message, kind=kind, param=param, code=code, headers=_headers(error))

@@ -99,7 +99,7 @@ class Exchange:
                         await events.put((index, chunk))
                     await events.put((index, stream.completion))
             except Exception as error:
-                await events.put(error)
+                await events.put(self.body.renamed(error))
 
         async def taken() -> AsyncIterator[Event]:
             num_running = len(self.choices)

@@ -48,6 +48,7 @@ def conversation(here: Fronted, **fields: Any) -> dict[str, Any]:
     return {"model": here.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
 REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     COMPLETIONS: [
         ({"temperature": "hot"}, "temperature", "invalid_value"),
@@ -96,6 +97,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"modalities": ["audio"]}, "modalities[0]", "unsupported_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"max_completion_tokens": 5}, "max_tokens", "invalid_value"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        ({"use_beam_search": True, "n": 100}, "n", "invalid_value"),
+        ({"response_format": SCHEMA}, "response_format.json_schema.schema", "unsupported_value"),
+        ({"guided_regex": "a+"}, "guided_regex", "unsupported_value"),
         ({"prompt": "x"}, "prompt", "unknown_parameter"),
     ],
 }

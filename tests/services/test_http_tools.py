@@ -148,7 +148,7 @@ def test_none_hides_the_tools(here: Fronted) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
         ({"tools": [STOP, STOP]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "tools"),
-        ({"tool_choice": "required", "n": 2, "extra_body": {"use_beam_search": True}}, "grammar"),
+        ({"tool_choice": "required", "n": 2, "extra_body": {"use_beam_search": True}}, "tools"),
         ({"tool_choice": "required", "tools": [BAD]}, "tools.f.parameters"),
         ({"tools": [NOW, STRICT]}, "tools[1].function.strict"),
     ],

@@ -114,6 +114,11 @@ class Calling(Sampled):
         """Of the reasoning; None where the template is to choose."""
         raise NotImplementedError
 
+    @property
+    def names(self) -> dict[str, str]:
+        tools = {"grammar.json_schema": "tools", "grammar": "tools"} if self.must_call else {}
+        return super().names | tools | {"chat_template_kwargs.reasoning_effort": self.effort_path}
+
     def as_prompts(self, messages: list[dict[str, Any]]) -> list[Prompt]:
         """The messages, and what their template reads besides, as the one prompt."""
         whole: Prompt = {"messages": messages}

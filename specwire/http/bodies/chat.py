@@ -33,6 +33,11 @@ class ChatBody(Calling, Body):
         return self.as_prompts(of_messages(self.messages))
 
     @property
+    def names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super().names | {"prompt": "messages", "max_tokens": limit, "logprobs": "top_logprobs"}
+
+    @property
     def effort(self) -> str | None:
         return self.reasoning_effort
 

@@ -24,6 +24,10 @@ class CompletionBody(Body):
     best_of: Literal[1] | None = None
     suffix: None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        return super().names | {"prompt_token_ids": "prompt"}
+
     @cached_property
     def prompts(self) -> list[Prompt]:
         """One or several, as text or token ids; ApiError 400 for none or too many."""

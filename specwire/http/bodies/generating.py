@@ -86,6 +86,20 @@ class Sampled(WithParameters):
         return False
 
     @property
+    def names(self) -> dict[str, str]:
+        """This API's names of parameters of the SDK, which errors of services name."""
+        return {}
+
+    def renamed(self, error: Exception) -> Exception:
+        """The error with the name that its field has in this API."""
+        if isinstance(error, InvalidRequestError):
+            for name, here in self.names.items():
+                rest = error.field.removeprefix(name)
+                if rest != error.field and rest[:1] in ("", ".", "[", " "):
+                    return type(error)(here + rest, error.value, error.problem)
+        return error
+
+    @property
     def num_runs(self) -> int:
         """Generations to run for each prompt."""
         return 1
@@ -97,7 +111,10 @@ class Sampled(WithParameters):
 
     def params(self) -> SamplingParams:
         """Sampling parameters of the first choice; InvalidRequestError names the parameter and its value."""
-        return SamplingParams(**self.given | self.own_params())
+        try:
+            return SamplingParams(**self.given | self.own_params())
+        except InvalidRequestError as error:
+            raise self.renamed(error) from None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -136,6 +153,14 @@ class Body(Structured, Sampled):
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def names(self) -> dict[str, str]:
+        own = {"num_beams": "n", "num_return_sequences": "n"}
+        if self.grammar is not None:
+            [name] = self.asked
+            own |= {f"grammar.{self.grammar.kind}": name, "grammar": name}
+        return super().names | own
 
     @property
     def num_runs(self) -> int:

@@ -62,6 +62,11 @@ class ResponsesBody(Calling):
         return self.as_prompts(said)
 
     @property
+    def names(self) -> dict[str, str]:
+        own = {"max_tokens": "max_output_tokens", "grammar": "text.format"}
+        return super().names | own | {"prompt": "input", "messages": "input"}
+
+    @property
     def effort(self) -> str | None:
         return self.reasoning.effort if self.reasoning else None
 

@@ -68,9 +68,9 @@ class Structured(JsonObject):
     structured_outputs: StructuredOutputs | None = None
 
     @cached_property
-    def grammar(self) -> Grammar | None:
-        """What the output must match; None for any text. ApiError 400 of several fields, or a schema that is
-        missing or not asked for; errors of `grammar_of`."""
+    def asked(self) -> dict[str, Any]:
+        """The field that asks for a grammar, with its value; empty if none does. ApiError 400 of several, or
+        a schema that is missing or not asked for."""
         form, newer = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema if form else None
         if form is not None:
@@ -92,7 +92,12 @@ class Structured(JsonObject):
         if len(given) > 1:
             first, second, *_ = given
             raise invalid(second, f"does not combine with {first}; give one of them")
-        return next((grammar_of(name, value) for name, value in given.items()), None)
+        return given
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the output must match; None for any text. Errors of `asked` and `grammar_of`."""
+        return next((grammar_of(name, value) for name, value in self.asked.items()), None)
 
 
 def _check_fits(param: str, given: Any, kind: str) -> None:
