@@ -116,7 +116,7 @@ class Session:
             self._num_emitted += 1
             num_released += len(self._process(token_id, item))
         if self.ended:
-            num_released += len(self._text.finish())
+            num_released += len(self._finish())
         self._chunk.skip(num_released)
         self._num_given = self._num_taken = self._num_emitted
         self.credit.spend(num_emitted=len(token_ids) - num_released, num_sent=0)
@@ -147,7 +147,7 @@ class Session:
             self._latest = done
         self._rounds.clear()
         if self.ended:
-            for item, text in self._text.finish():
+            for item, text in self._finish():
                 self._chunk.add(item, text)
         self.credit.spend(num_sent=self._chunk.num_tokens - num_before - num_emitted)
 
@@ -177,6 +177,13 @@ class Session:
             self._stop_reason = self._text.stopped_by
         elif ends:
             self._stop_reason = token_id
+        return certain
+
+    def _finish(self) -> list[tuple[_Item, str]]:
+        """What is certain at the end; an incomplete character may complete a stop string."""
+        certain = self._text.finish()
+        if self._stop_reason is None:
+            self._stop_reason = self._text.stopped_by
         return certain
 
     def _decode(self, token_id: int) -> str:

@@ -261,7 +261,8 @@ class TextAssembler(Generic[Item]):
         if piece and self._held:  # none is held if the prompt ended within a character
             item, text = self._held[-1]
             self._held[-1] = item, text + piece
-            self._num_certain += len(self._matcher.add(piece))
+            may_stop = self._num_unstoppable < 0  # that of the latest token
+            self._num_certain += len(self._matcher.add(piece, may_stop=may_stop))
 
     def _release(self) -> list[tuple[Item, str]]:
         released = []

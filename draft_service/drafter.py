@@ -24,7 +24,7 @@ from specwire.engine.cache.kv_cache import SequenceCache
 from specwire.engine.device import NO_DRAFTING, DraftCost
 from specwire.engine.drawn import NOTHING, Drawn
 from specwire.engine.jobs import Job
-from specwire.errors import InternalError
+from specwire.errors import InternalError, InvalidRequestError
 from specwire.proposals.growth import NUM_EXPANDED, NUM_RANKS, TreeGrowth
 from specwire.proposals.tree import TokenTree
 from specwire.rule import sampling
@@ -163,7 +163,9 @@ class DraftJob(Job):
         What is prepared does not: its first token follows draft tokens that were not judged.
         """
         is_failed = token_id < 0 and depth == 0 and self.parent is None
-        if is_failed:
+        if is_failed and self.sequence.grammar is not None:
+            self.result = InvalidRequestError("grammar", "set", "allows no token that the draft has")
+        elif is_failed:
             self.result = InternalError("the draft's logits are not finite")
         return is_failed
 

@@ -10,6 +10,7 @@ was drawn from, whatever the weights are afterwards.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from specwire.engine import boot
 from specwire.engine.boot import ModelService
 from specwire.engine.jobs import TokenSequence
 from specwire.engine.loop import Engine
-from specwire.errors import ModelLoadError
+from specwire.errors import ConfigError, ModelLoadError
 from specwire.rule.columns import EDITED
 from specwire.telemetry.metrics import Counter, Gauge, Metric
 
@@ -161,10 +162,18 @@ def start(config: DraftConfig, service: ModelService) -> Learner | None:
     """Let the service learn, if it is to.
 
     Raises:
+        ConfigError: they cannot be written where they are to be in the end.
         ModelLoadError: its weights cannot be changed.
     """
     if not config.learn:
         return None
+    if config.learn_out:  # what is learnt would be lost at the end
+        out = Path(config.learn_out)
+        there = next(place for place in (out, *out.absolute().parents) if place.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            raise ConfigError(f"--learn-out {out}: cannot be written")
+        if there is out and out.samefile(boot.model_directory(boot.resolve(config.model, "draft"))):
+            raise ConfigError(f"--learn-out {out}: is --model itself")
     from draft_service.student import Student  # transformers takes seconds to import
 
     try:
@@ -180,7 +189,12 @@ def close(config: DraftConfig, service: ModelService, learner: Learner | None) -
     """End the service; what was learnt is written where the config says."""
     service.close()
     if learner is not None and config.learn_out and learner.version:
+        from safetensors import SafetensorError  # as torch: not before a model is loaded
+
         source = boot.model_directory(boot.resolve(config.model, "draft"))
         directory = Path(config.learn_out)
-        learner.student.save(directory, source)
+        try:
+            learner.student.save(directory, source)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"--learn-out {directory}: cannot be written ({error})") from None
         log.info("version %d of the draft's weights is in %s", learner.version, directory)

@@ -19,6 +19,7 @@ from specwire.cli.supervisor import Stack
 from specwire.cli.terminal import aligned
 from specwire.client.client import AsyncClient
 from specwire.completion import Completion
+from specwire.config import extras
 from specwire.config.stack import TuneConfig
 from specwire.core import Load, SamplingParams
 from specwire.errors import ConfigError
@@ -61,9 +62,14 @@ def run(config: TuneConfig, params: SamplingParams) -> int:
         SpecwireError: a service did not start, or a generation failed.
     """
     prompts = read_prompts(config.text)
+    if config.picture:
+        _check_picture(Path(config.picture))
     print("starting target, draft and coordinator ...", file=sys.stderr, flush=True)
     with Stack(config) as stack:
-        print(asyncio.run(_tuned(stack.address, prompts, config, params)))
+        text, status = asyncio.run(_tuned(stack.address, prompts, config, params))
+    print(text, flush=True)
+    if config.picture:
+        _draw(Path(config.picture), status)
     return 0
 
 
@@ -83,7 +89,9 @@ def read_prompts(path: str) -> list[str]:
     return [text[start : start + _PROMPT_CHARACTERS] for start in starts[:_NUM_PROMPTS]]
 
 
-async def _tuned(address: str, prompts: list[str], config: TuneConfig, params: SamplingParams) -> str:
+async def _tuned(
+    address: str, prompts: list[str], config: TuneConfig, params: SamplingParams
+) -> tuple[str, generation_pb2.GetStatusResponse]:
     async with AsyncClient(address, timeout_s=600.0) as client:
         target, draft = await client.get_model_info()
         drafted = replace(params, num_draft_tokens=_FIXED_TOKENS)
@@ -94,12 +102,10 @@ async def _tuned(address: str, prompts: list[str], config: TuneConfig, params: S
             if num <= config.measured_streams
         ]
         status = await client.get_status(if_num_streams=config.num_streams)
-    if config.picture:
-        _draw(Path(config.picture), status)
     parts = [_costs(target.costs) if target.costs else "passes were not measured"]
     parts += [_costs(draft.costs, " of the draft")] if draft and draft.costs else []
     parts += [_acceptance(done), _choices(status, {each.num_streams: each for each in found})]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts), status
 
 
 async def _measure(
@@ -160,18 +166,24 @@ def _choices(status: generation_pb2.GetStatusResponse, measured: dict[int, Measu
     return aligned(rows) if len(rows) > 1 else "nothing is known of the costs of drafting: is there a draft?"
 
 
-def _draw(path: Path, status: generation_pb2.GetStatusResponse) -> None:
-    """Expected tokens/s of all streams over plain decoding, by way and number of streams.
+def _check_picture(path: Path) -> None:
+    """Before anything is measured. Raises ConfigError."""
+    files.check_place("--picture", path)
+    extras.require("--picture", "bench")
+    from matplotlib.backend_bases import FigureCanvasBase
 
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--picture needs matplotlib: pip install 'specwire[bench]'") from None
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"--picture {path}: does not end in one of {', '.join(known)}")
+
+
+def _draw(path: Path, status: generation_pb2.GetStatusResponse) -> None:
+    """Expected tokens/s of all streams over plain decoding, by way and number of streams; ConfigError of a
+    file that cannot be written."""
+    from matplotlib.figure import Figure
+
     series: dict[str, list[tuple[int, float]]] = {}
-    for choice in status.choices:
+    for choice in (each for each in status.choices if each.ways):  # none where nothing is known
         plain = next(way.expected_tokens_per_s for way in choice.ways if way.name == _PLAIN)
         for place, way in enumerate(choice.ways):
             if place < _NUM_WAYS or way.name == _PLAIN or way.name in series:
@@ -185,8 +197,6 @@ def _draw(path: Path, status: generation_pb2.GetStatusResponse) -> None:
     axes.set_xticks([choice.num_streams for choice in status.choices])
     axes.get_xaxis().set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.legend(fontsize="small")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--picture {path}: cannot be written ({error})") from None
+    if series:
+        axes.legend(fontsize="small")
+    files.write("--picture", path, figure.savefig)

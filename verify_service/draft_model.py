@@ -69,6 +69,8 @@ class ModelDrafts(GrownDrafts):
         fitting = [
             each for each in growing if not longest or len(each.committed) + each.growth.max_depth <= longest
         ]
+        if self._runner.vocab_size < self._vocab_size:  # a token that the draft lacks fails the pass of all
+            fitting = [each for each in fitting if max(each.committed) < self._runner.vocab_size]
         for each in fitting:
             self._follow(each)
         caught_up = self._caught_up(fitting)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from specwire.config.fields import split_addresses
+from specwire.config.fields import LONGEST, split_addresses
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError
 from specwire.telemetry.propagation import REQUEST_ID, W3C, TraceContext
@@ -16,8 +15,6 @@ from specwire.text.unicode import HALVED, is_whole
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int]
-_LONGEST_S = 1e9
-"""A deadline after the year 2262 is a past one for gRPC."""
 _PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -131,9 +128,9 @@ def request_id(given: str) -> str:
 
 def timeout(given: float) -> float:
     """A timeout in seconds; raises InvalidRequestError."""
-    if not (isinstance(given, int | float) and 0 < given < math.inf):
-        raise InvalidRequestError("timeout_s", given, "must be a finite number over 0")
-    return min(given, _LONGEST_S)
+    if not (isinstance(given, int | float) and 0 < given <= LONGEST):
+        raise InvalidRequestError("timeout_s", given, f"must be a number over 0, at most {LONGEST:g}")
+    return given
 
 
 def concurrency(given: int) -> int:

@@ -5,7 +5,6 @@ Every function here raises ConfigError, naming the flag and its value.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
@@ -19,6 +18,8 @@ from specwire.text.tokenizer import read_chat_template
 
 AUTO = "auto"
 DNS = "dns:///"
+LONGEST = 1e9
+"""Of times, in any unit: a deadline after the year 2262 is a past one for gRPC."""
 
 
 def check(ok: bool, name: str, value: object, problem: str) -> None:
@@ -52,19 +53,19 @@ def parse_count(name: str, value: str, limit: int) -> int | None:
     """A number in [0, limit]; None for `auto`."""
     if value == AUTO:
         return None
-    check(re.fullmatch(r"-?[0-9]+", value) is not None, name, value, f"is neither a number nor {AUTO}")
+    check(re.fullmatch(r"-?[0-9]{1,9}", value) is not None, name, value, f"is neither a number nor {AUTO}")
     check(0 <= int(value) <= limit, name, value, f"must lie in [0, {limit}]")
     return int(value)
 
 
 def check_duration(name: str, value: float) -> None:
     """A finite time over 0."""
-    check(0 < value < math.inf, name, value, "must be a finite number over 0")
+    check(0 < value <= LONGEST, name, value, f"must be a number over 0, at most {LONGEST:g}")
 
 
 def check_amount(name: str, value: float) -> None:
     """A finite amount, 0 included."""
-    check(0 <= value < math.inf, name, value, "must be a finite number, at least 0")
+    check(0 <= value <= LONGEST, name, value, f"must be a number in [0, {LONGEST:g}]")
 
 
 def check_file(name: str, path: str) -> None:
@@ -75,8 +76,10 @@ def check_file(name: str, path: str) -> None:
 def split_address(name: str, address: str) -> tuple[str, int]:
     """`HOST:PORT` to its parts; an IPv6 host is in brackets."""
     host, _, port = address.rpartition(":")
-    ok = bool(host) and port.isascii() and port.isdecimal() and int(port) < 65536
+    ok = bool(host) and re.fullmatch("[0-9]{1,5}", port) is not None and int(port) < 65536
     check(ok, name, address, "is not HOST:PORT")
+    are_labels = all(0 < len(label) < 64 for label in host.removesuffix(".").split("."))
+    check(are_labels, name, address, "has a name with an empty label, or with one of over 63 characters")
     return host, int(port)
 
 

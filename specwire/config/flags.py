@@ -204,9 +204,21 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         import yaml
     except ModuleNotFoundError:
         raise ConfigError(f"--config {path}: needs pip install 'specwire[serve]' (yaml is missing)") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            """Without a key twice, of which the last one would count."""
+            keys = [str(key.value) for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise ConfigError(f"--config {path}: {key}: is given twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        found = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    except RecursionError:
+        raise ConfigError(f"--config {path}: is nested too deeply") from None
+    except (OSError, ValueError) as error:  # of bytes that are no text, or a number of thousands of digits
         raise ConfigError(f"--config {path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # the error's own text repeats the line, perhaps a secret
@@ -228,7 +240,10 @@ def _of_type(what: str, kind: type[Any], value: Any) -> Any:
     if kind is float and is_number:
         return float(value)
     if kind is str and (is_number or isinstance(value, dict)):
-        return json.dumps(value)
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError) as error:  # such as a date of YAML
+            raise ConfigError(f"{what}: is no JSON ({error})") from None
     if kind is str and isinstance(value, list):
         return ",".join(map(str, value))
     expected = {bool: "true or false", int: "a whole number", float: "a number", str: "text; quote it"}[kind]

@@ -44,6 +44,8 @@ from specwire.core import MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
 
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
 NO_SEED = -1
+MOST_STREAMS = 1 << 20
+"""gRPC takes counts below 2**31."""
 _PAGE_LEN = 16
 _CUDA_PAGE_LEN = 256
 
@@ -52,7 +54,9 @@ _CUDA_PAGE_LEN = 256
 class ServiceConfig(ListenConfig, ReportConfig):
     """What all three services share."""
 
-    max_message_bytes: int = option(8 << 20, "largest message accepted, in bytes", check=at_least(4096))
+    max_message_bytes: int = option(
+        8 << 20, "largest message accepted, in bytes", check=between(4096, 2**31 - 1)
+    )
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -82,7 +86,9 @@ class ModelServiceConfig(ServiceConfig, ModelConfig, EngineConfig):
         256, "most tokens of prompts in a pass that running streams wait for", check=at_least(1)
     )
     batch_invariant: bool = option(False, "compute a token bitwise the same in any batch")
-    max_sequences: int = option(1024, "most open streams; others are told when to retry", check=at_least(1))
+    max_sequences: int = option(
+        1024, "most open streams; others are told when to retry", check=between(1, MOST_STREAMS)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,7 +185,8 @@ class DraftConfig(ModelServiceConfig):
         alone = not self.target_tokenizer or self.tensor_parallel_size == 1
         self._check(alone, "target_tokenizer", "is served on one device only")
         out = self.learn_out
-        self._check(not out or Path(out) != Path(self.model), "learn_out", "is --model itself")
+        is_itself = bool(out) and Path(out).resolve() == Path(self.model).resolve()
+        self._check(not is_itself, "learn_out", "is --model itself")
         if not self.learn:
             return
         self._check(not self.model.startswith(EMULATED), "learn", f"{self.model} has no weights")
@@ -237,8 +244,15 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
         check=check_duration,
     )
     workers: int = same(HttpConfig, "workers")
-    max_running: int = option(256, "most generations at a time; others wait", alias="max_num_seqs")
-    max_waiting: int = option(1024, "most generations that wait; others are told when to retry")
+    max_running: int = option(
+        256,
+        "most generations at a time; others wait",
+        alias="max_num_seqs",
+        check=between(1, MOST_STREAMS),
+    )
+    max_waiting: int = option(
+        1024, "most generations that wait; others are told when to retry", check=between(0, MOST_STREAMS)
+    )
     idle_timeout_s: float = option(
         60.0,
         "longest time that a client may take no token that waits for it, in seconds; then its stream ends, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -363,7 +364,7 @@ class TuneConfig(StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         words = self.streams.split(",")
-        is_valid = all(word.strip().isdigit() and 0 < int(word) <= 1 << 16 for word in words)
+        is_valid = all(re.fullmatch(r"\s*[0-9]{1,5}\s*", word) and 0 < int(word) <= 1 << 16 for word in words)
         self._check(is_valid, "streams", "must be numbers in [1, 65536], by commas")
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
-from specwire.completion import Chunk, Completion, FinishReason, Token
+from specwire.completion import Chunk, Completion, FinishReason, Speculation, Token
 from specwire.http.bodies.chat import ChatBody
 from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.generating import Body
@@ -129,6 +129,12 @@ class Answer(ABC):
 
     @abstractmethod
     def _logprobs_from(self, start: int, tokens: Sequence[Token], spell: Spell) -> Json: ...
+
+
+def _num_kept(counts: Speculation) -> int:
+    """Accepted draft tokens that the output has: not those after the one that ended it."""
+    num_cut = counts.num_rounds + counts.num_accepted_tokens - counts.num_tokens
+    return counts.num_accepted_tokens - max(0, num_cut - 1)  # one that is cut is the target's own
 
 
 class CompletionAnswer(Answer):
@@ -309,7 +315,7 @@ def usage(completions: Sequence[Completion], num_choices_per_prompt: int) -> Jso
     num_cached = sum(min(counts.cached_tokens, counts.prompt_tokens) for counts in prompts)
     num_completion = sum(completion.usage.completion_tokens for completion in completions)
     speculation = [completion.speculation for completion in completions]
-    num_accepted = sum(counts.num_accepted_tokens for counts in speculation)
+    num_accepted = sum(map(_num_kept, speculation))
     num_drafted = sum(counts.num_draft_tokens for counts in speculation)
     return {
         "prompt_tokens": num_prompt,

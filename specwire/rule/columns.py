@@ -36,6 +36,8 @@ MATCHED = GREEDY | GUMBEL
 
 _MIN_TEMPERATURE = 1e-30
 """Below it the distribution is the same, but logits divided by the temperature would overflow float32."""
+_MAX_TEMPERATURE = 1e30
+"""Above it, too; float32 would make it infinite, and what is masked, divided by that, is not a number."""
 _NEUTRAL = tuple(float(getattr(SamplingParams(), name)) for name in WARPS)
 
 Places = slice | IntArray
@@ -60,7 +62,7 @@ class Encoded(NamedTuple):
         warps = _NEUTRAL
         if not params.greedy:
             warps = (
-                max(params.temperature, _MIN_TEMPERATURE),
+                min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE),
                 *(getattr(params, name) for name in WARPS[1:]),
             )
         flags = {

@@ -38,6 +38,9 @@ def test_it_measures_and_says_the_choice(tmp_path: Path, capsys: pytest.CaptureF
     ("flags", "problem"),
     [
         (["--streams", "1,0"], "--streams 1,0: must be numbers in [1, 65536], by commas"),
+        (["--streams", "\u00b2"], "--streams \u00b2: must be numbers in"),
+        (["--picture", "no/such/place.png"], "--picture no/such/place.png: cannot be written"),
+        (["--picture", "x.bmp"], "--picture x.bmp: does not end in one of"),
         (["--text", "absent.txt"], "--text absent.txt: cannot be read"),
         (["--turns", "1"], "--turns 1: must be at least 2"),
     ],

@@ -481,6 +481,8 @@ class TestPlaintext:
                 with pytest.raises(InvalidRequestError, match=r"is not sent to 10\.0\.0\.1:7070") as refused:
                     call()
                 assert "sw_secret" not in str(refused.value)
+        with pytest.raises(InvalidRequestError, match=r"token=.*: is not printable ASCII text"):
+            Client("127.0.0.1:7070", token="a\nb")
         for options in ({"allow_plaintext": True}, {"tls": TLS()}):
             Client("10.0.0.1:7070", token="sw_secret", **options).close()
 

@@ -69,6 +69,19 @@ class TestCompletions:
         assert len({chunk.id for chunk in chunks}) == 1
         assert not any("specwire" in (chunk.model_extra or {}) for chunk in chunks), "only who asks pays"
 
+    def test_usage_counts_draft_tokens_of_the_text_alone(self, here: Fronted) -> None:
+        """A stop token may be in the middle of a proposal."""
+        ids = by_sdk(here, num_draft_tokens=16).token_ids
+        num_cut = 0
+        for index in range(2, 8):
+            options = {"num_draft_tokens": 16, "stop_token_ids": [ids[index]], "return_fates": True}
+            answer = complete(here, extra_body=options)
+            fates = [token["fate"] for token in answer.choices[0].specwire["tokens"]]
+            details, counts = answer.usage.completion_tokens_details, answer.specwire[0]["speculation"]
+            assert details.accepted_prediction_tokens == fates.count("accepted")
+            num_cut += counts["num_accepted_tokens"] - details.accepted_prediction_tokens
+        assert num_cut > 0
+
     def test_usage_fates_and_progress_are_sent_on_request(self, here: Fronted) -> None:
         options = {"stream_options": {"include_usage": True}, "extra_body": {"return_fates": True}}
         *chunks, reason, last = complete(here, stream=True, max_tokens=24, **options)

@@ -239,6 +239,10 @@ def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
         (lambda: DraftConfig(learn_rate=0.0), "--learn-rate 0.0"),
         (lambda: DraftConfig(learn_out="x"), "--learn-out x: is of use together with --learn only"),
         (lambda: DraftConfig(learn=True, model="x/y", learn_out="x/y"), "--learn-out x/y: is --model itself"),
+        (
+            lambda: DraftConfig(learn=True, model="x", learn_out=str(Path("x").absolute())),
+            "x: is --model itself",
+        ),
         (lambda: UpConfig(draft="ngram", draft_learn=True), "--draft ngram is no model"),
         (lambda: UpConfig(draft="emulated:step_ms=1", draft_learn=True), "has no weights"),
         (

@@ -38,7 +38,7 @@ from tests.support.harness import LocalStack, local_stack, started_services
 from tests.support.integrity import check_integrity
 from tests.support.own_drafts import save_drafting
 from tests.support.pairs import save_target
-from tests.support.together import generated
+from tests.support.together import generated, of_prompts
 from verify_service.grown import GrownDrafts
 from verify_service.threshold import Threshold
 
@@ -280,6 +280,18 @@ def test_their_weights_are_counted_before_the_start(
     without: Any = {source: ""}
     with pytest.raises(ConfigError, match="the KV cache takes"):
         plan.check(replace(config, **without))
+
+
+def test_a_token_that_the_draft_lacks_costs_its_stream_alone(tmp_path: Path) -> None:
+    """A target's embedding is often wider than its draft's; the others of the batch are drafted for."""
+    target = save_target(tmp_path / "target", vocab_size=64)
+    draft = save_target(tmp_path / "draft", vocab_size=60)
+    with local_stack(target, verify_options={"draft_model": str(draft)}) as stack:
+        params = replace(GREEDY, num_draft_tokens=4, max_tokens=200)
+        alone = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+        usual, lacking = of_prompts(stack.address, params, [PROMPT, [5, 62, 7]])
+        assert alone.speculation.num_draft_tokens == usual.speculation.num_draft_tokens > 0
+        assert lacking.speculation.num_draft_tokens == 0
 
 
 def test_where_a_draft_model_runs(tmp_path: Path) -> None:

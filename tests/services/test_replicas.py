@@ -205,7 +205,7 @@ class TestAttempts:
 
 class TestAddresses:
     @pytest.mark.parametrize(
-        "text", ["", "a", "a:1,", "a:1,b", "a:1,a:1", "dns:///a", "dns://a:1", "dns:///:1"]
+        "text", ["", "a", "a:1,", "a:1,b", "a:1,a:1", "dns:///a", "dns://a:1", "dns:///:1", "dns:///a..b:1"]
     )
     def test_what_is_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match="--verify-address"):

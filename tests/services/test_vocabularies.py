@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specwire import ConfigError, HandshakeError, ModelLoadError
+from specwire import ConfigError, Grammar, HandshakeError, ModelLoadError, SamplingParams
 from specwire.config.services import DraftConfig
-from tests.support import vocabularies
+from tests.support import texts, vocabularies
 from tests.support.harness import local_stack
 from tests.support.pairs import save_target
 from tests.support.refusals import refused
@@ -49,6 +49,22 @@ def test_a_draft_with_the_same_tokenizer_needs_no_translation(pair: tuple[Path, 
         _, ours = stack.client.get_model_info()
         assert ours is not None
         assert ours.target_tokenizer_fingerprint == ""
+
+
+def test_a_grammar_without_tokens_of_the_draft_costs_its_request_alone(tmp_path: Path) -> None:
+    """The draft is not lost: it has nothing to propose there."""
+    target, _ = texts.save_pair(tmp_path)
+    draft = save_target(tmp_path / "letters", vocab_size=26)
+    save_tokenizer(vocabularies.letters("abcdefghijklmnopqrstuvwxyz"), draft)
+    options = {"target_tokenizer": str(target)}
+    coordinator_options = CONFIG | {"num_outcomes": "0"}
+    with local_stack(target, draft, draft_options=options, coordinator_options=coordinator_options) as stack:
+        digits = SamplingParams(max_tokens=8, num_draft_tokens=4, seed=3, grammar=Grammar(regex="[0-9]{8}"))
+        done = stack.client.generate("The quick", digits)
+        assert done.text.isdigit()
+        assert "allows no token that the draft has" in done.speculation.draft_unavailable
+        usual = SamplingParams(max_tokens=12, num_draft_tokens=4, seed=1)
+        assert stack.client.generate("The quick", usual).speculation.num_draft_tokens > 0
 
 
 class TestRefusals:

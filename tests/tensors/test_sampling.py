@@ -52,6 +52,14 @@ def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torc
     return torch.log_softmax(warped(logits, params), dim=-1)
 
 
+def test_no_temperature_is_too_high() -> None:
+    """Past the numbers of float32 too, where masked tokens stay masked."""
+    logits = random_logits(1).index_fill_(1, torch.tensor([3, 4]), float("-inf"))
+    found = apply_warps(logits, [row(temperature=1e39)]).exp()
+    assert found[0, 3] == found[0, 4] == 0
+    torch.testing.assert_close(found.max(), torch.tensor(1 / (VOCAB - 2)))
+
+
 WARPS: list[dict[str, Any]] = [
     {},
     *EACH_WARP,

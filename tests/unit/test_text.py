@@ -245,6 +245,16 @@ class TestTextAssembler:
         assert [[text for _, text in step] for step in steps] == released
         assert assembler.stopped_by == first_stop(letters, stops)[1]
 
+    @pytest.mark.parametrize("is_unstoppable", [False, True])
+    def test_an_incomplete_character_may_be_a_stop_string(
+        self, byte_level: Tokenizer, is_unstoppable: bool
+    ) -> None:
+        first, _ = TestIncrementalDetokenizer.bytes_of(byte_level, "é")
+        assembler = TextAssembler[int](byte_level, [], [REPLACEMENT], min_tokens=int(is_unstoppable))
+        assert assembler.add(first, first) == []
+        assert [text for _, text in assembler.finish()] == [REPLACEMENT if is_unstoppable else ""]
+        assert assembler.stopped_by == (None if is_unstoppable else REPLACEMENT)
+
     def test_a_silent_token_counts_and_adds_no_text(self, byte_level: Tokenizer) -> None:
         assembler = TextAssembler[int](byte_level, [], ["<x"])
         [a], [less] = byte_level.encode("a"), byte_level.encode("<")

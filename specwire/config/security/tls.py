@@ -74,7 +74,10 @@ class Credentials:
         return not (self.tls or self.token or self.token_file)
 
     def check(self, address: str) -> None:
-        """Refuse to send a token to `address` in plaintext beyond this machine: InvalidRequestError."""
+        """Refuse a token that no header can carry, and to send one to `address` in plaintext beyond this
+        machine: InvalidRequestError."""
+        if not (self.token.isascii() and self.token.isprintable()):
+            raise InvalidRequestError("token", "(not shown)", "is not printable ASCII text")
         exposed = (self.token or self.token_file) and self.tls is None and not self.allow_plaintext
         if exposed and not is_loopback(address.removeprefix("dns:///").rpartition(":")[0]):
             problem = f"is not sent to {address} in plaintext; use TLS, or allow plaintext explicitly"

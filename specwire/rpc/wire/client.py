@@ -34,6 +34,7 @@ from specwire.rpc.wire.model import (
     sampling_to_proto,
     to_message,
 )
+from specwire.text.unicode import HALVED, is_whole
 from specwire.v1 import generation_pb2
 
 MAX_MESSAGES = 4096
@@ -162,6 +163,9 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[generation_pb2.Mess
             raise InvalidRequestError(f"messages[{i}]", message, "must have role and content")
         if not all(isinstance(message[name], str) for name in ("role", "content")):
             raise InvalidRequestError(f"messages[{i}]", message, "role and content must be strings")
+        for name in ("role", "content"):
+            if not is_whole(message[name]):
+                raise InvalidRequestError(f"messages[{i}].{name}", message[name], HALVED)
         others = {name: value for name, value in message.items() if name not in ("role", "content")}
         fields = object_to_json(f"messages[{i}]", others) if others else ""
         out.append(
