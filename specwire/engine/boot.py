@@ -43,6 +43,12 @@ from specwire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_MS = 1000
+_NOT_APPLIED = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "num_beams"),
+    *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+)
+"""Of a generation config, what changes the output of `generate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,8 @@ def start(
     files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
     info = _model_info(config, source, description, tokenizer, files)
     _log_start(role, config, info, runner.pool.num_pages * config.page_len, kv_bytes)
+    if role == "verify" and not source.startswith(EMULATED):
+        _log_not_applied(source)
     end_ids = info.eos_token_ids
     if target_tokenizer is not None:
         tokenizer, eos_id = target_tokenizer, target_tokenizer.eos_id
@@ -209,6 +217,17 @@ def _log_start(
     own = f"; drafts by its own {info.own_source}" if info.own_source else ""
     cache = f"KV cache of {num_kv_tokens} tokens{size}"
     log.log(NOTICE, "%s model %s on %s; %s%s", role, info.summary, config.device, cache, own)
+
+
+def _log_not_applied(source: str) -> None:
+    """Say what `generate` would do by the model's generation config, and requests have to ask for here."""
+    from specwire.engine.model.loading import generation_config  # imported already, for the model
+
+    given = generation_config(model_directory(source))
+    found = {name: given[name] for name in _NOT_APPLIED if given.get(name) not in (None, False, 0, 1, [])}
+    if found:
+        said = ", ".join(f"{name}={value}" for name, value in found.items())
+        log.log(NOTICE, "%s: generation_config.json: not applied, requests say it: %s", source, said)
 
 
 def _limit_lengths(

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from specwire.config import cpu
+from specwire.engine import boot
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention import views
 from specwire.engine.cache.layer_cache import Scoring
 from specwire.engine.model.loading import describe, load_model, self_check
 from specwire.errors import ModelLoadError
+from specwire.telemetry.logs import NOTICE
 from tests.support import encoder_decoders
 from tests.support.tiny_models import EXTRA_FAMILIES, FAMILIES, build, save
 
@@ -62,6 +64,38 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
 def test_eos_of_the_generation_config_goes_first(llama_dir: Path) -> None:
     (llama_dir / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert describe(load_model(llama_dir))["eos_token_ids"] == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"eos_token_id": "2"}', "eos_token_id '2' is neither a token id nor a list of them"),
+        ('{"eos_token_id": [true]}', r"eos_token_id \[True\] is neither"),
+        ("{nope", "generation_config.json: Expecting property name"),
+        ("[]1", "generation_config.json: Extra data"),
+    ],
+)
+def test_a_generation_config_that_cannot_be(text: str, problem: str, llama_dir: Path) -> None:
+    (llama_dir / "generation_config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=problem):
+        describe(load_model(llama_dir), llama_dir)
+
+
+def test_minus_one_stands_for_no_end_token(llama_dir: Path) -> None:
+    (llama_dir / "generation_config.json").write_text('{"eos_token_id": -1}')
+    assert describe(load_model(llama_dir))["eos_token_ids"] == ()
+
+
+def test_tensors_that_the_config_does_not_tell_of(llama_dir: Path) -> None:
+    """The self-check has the same wrong model to compare with."""
+    path = llama_dir / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.0.self_attn.q_proj"
+    scale = {f"{name}.weight": weights[f"{name}.weight"].to(torch.float8_e4m3fn)}
+    for more in (scale | {f"{name}.weight_scale": torch.ones(())}, {f"{name}.bias": torch.ones(64)}):
+        save_file(weights | more, path, metadata={"format": "pt"})
+        with pytest.raises(ModelLoadError, match=rf"has 1 tensors .*: {name}\.(weight_scale|bias)"):
+            load_model(llama_dir)
 
 
 def _refused(source: Path | str, match: str, **keywords: Any) -> None:
@@ -152,3 +186,11 @@ def test_not_a_number_fails_the_self_check() -> None:
         model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(ModelLoadError, match="self-check failed"):
         self_check(model)
+
+
+def test_what_generate_would_do_besides_is_said(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = '{"eos_token_id": 2, "repetition_penalty": 1.1, "top_k": 20, "temperature": 1.0, "num_beams": 1}'
+    (llama_dir / "generation_config.json").write_text(given)
+    with caplog.at_level(NOTICE):
+        boot._log_not_applied(str(llama_dir))
+    assert caplog.messages[0].endswith("requests say it: top_k=20, repetition_penalty=1.1")

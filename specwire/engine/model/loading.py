@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,25 @@ def read_config(source: str, *, may_encode: bool = False) -> Any:
             raise ModelLoadError("no config.json in this directory")
     elif path.exists() or not _HUB_ID.fullmatch(source):
         raise ModelLoadError("no such model directory")
+    generation_config(path)
     config = AutoConfig.from_pretrained(source)
     if not (may_encode and config.is_encoder_decoder):
         check_config(config)
     _check_quantiser(config)
     return config
+
+
+def generation_config(directory: Path) -> dict[str, Any]:
+    """What the directory of a model says of generating; empty where it does not.
+
+    Raises:
+        ModelLoadError: it cannot be read; transformers would go on without it.
+    """
+    path = directory / "generation_config.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})
+    except (OSError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"{path.name}: {error}") from None
 
 
 @contextlib.contextmanager
@@ -229,7 +244,18 @@ def load_weights(source: str | None, dtype: str, *, kind: Any = AutoModelForCaus
         if problem := info.get(name):
             first = ", ".join(str(key) for key in list(problem)[:3])
             raise ModelLoadError(f"the checkpoint does not fill the model: {len(problem)} {name}: {first}")
+    if not is_quantised(model.config):
+        _check_left_over(model, info.get("unexpected_keys") or ())
     return model.eval()
+
+
+def _check_left_over(model: Any, keys: Iterable[str]) -> None:
+    """Refuse tensors that transformers left out though it filled their layer: scales of weights that are in 8
+    bits, or a bias, change what the layer computes."""
+    layers = {name for name, module in model.named_modules() if dict(module.named_parameters(recurse=False))}
+    if found := sorted(key for key in keys if key.rpartition(".")[0] in layers):
+        problem = f"has {len(found)} tensors that its config.json does not tell of: {', '.join(found[:3])}"
+        raise ModelLoadError(f"the checkpoint {problem}; a quantization_config may be missing, or a bias")
 
 
 def self_check(model: Any) -> None:
@@ -407,4 +433,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
         ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
     if ids is None:
         return ()
-    return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+    found = [*ids] if isinstance(ids, list | tuple) else [ids]
+    if not all(type(each) is int for each in found):
+        raise ModelLoadError(f"eos_token_id {ids!r} is neither a token id nor a list of them")
+    return tuple(sorted({each for each in found if each >= 0}))  # -1 stands for none
