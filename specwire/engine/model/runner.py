@@ -44,8 +44,9 @@ from specwire.support import IntArray
 
 log = logging.getLogger(__name__)
 
-_RECORDING_S = 10.0
-"""Time to capture a graph of a large model, after two eager passes."""
+_UNEVEN_S = 10.0
+"""Of a pass whose size does not tell its cost: to capture a graph of a large model takes so long, after two
+eager passes; a recurrent model takes 100 times as long for two tokens of a sequence as for one."""
 
 _REPLAY_TOLERANCE, _DIRECT_TOLERANCE = 0.1, 1e-3
 """In half precision, kernels for different sizes round differently; a defect differs by about 1."""
@@ -111,7 +112,8 @@ class ModelRunner(Runner):
             num_pages = num_pages(self.kv_bytes_per_token * page_size, self.state_bytes)
         self.pool = PagePool(num_pages, page_size)
         self.pool.keeps_states = self._num_recurrent > 0
-        self.longest_pause_s = _RECORDING_S if isinstance(replay, CudaReplay) else LEAST_LIMIT_S
+        is_uneven = isinstance(replay, CudaReplay) or self.pool.keeps_states
+        self.longest_pause_s = _UNEVEN_S if is_uneven else LEAST_LIMIT_S
         self._packer = Packer(
             self.pool, self.num_embeddings, self.context_len, batch_invariant=batch_invariant
         )
