@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from specwire.rule.transfer import to_device
 
 WINDOWS_PER_STEP = 4
 """Gradients of so many windows are added up."""
+_WEIGHTS = "*.safetensors*", "*.bin*"
 _LEAST_TEMPERATURE = 0.25
 """Of the loss: its gradient grows as the temperature falls. Greedy requests have 1."""
 
@@ -98,12 +101,18 @@ class Student:
             self._optimizer = self._new_optimizer()
 
     def save(self, directory: Path, source: Path) -> None:
-        """Write the served weights as a model, with all else of the directory that it was loaded from."""
-        shutil.copytree(
-            source, directory, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"), dirs_exist_ok=True
-        )
+        """Write the served weights as a model, with all else of the directory that it was loaded from. A full
+        disk leaves what was there."""
         _copy(self._served, self._model)
-        self._model.to(self._served.dtype).save_pretrained(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory) as name:
+            made = Path(name) / "model"
+            shutil.copytree(source, made, ignore=shutil.ignore_patterns(*_WEIGHTS))
+            self._model.to(self._served.dtype).save_pretrained(made)
+            new = {path.name for path in made.iterdir()}
+            shutil.copytree(made, directory, copy_function=os.replace, dirs_exist_ok=True)
+        for old in (path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.name not in new):
+            old.unlink()
 
     def _log_probs(self, window: Window, weights: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Of the next token before each label, float32 [num_labels, vocab_size]; and the labels."""

@@ -10,6 +10,7 @@ from typing import Any
 from specwire.cli.terminal import table
 from specwire.client.client import Client
 from specwire.completion import Completion
+from specwire.config.own_methods import DRAFT_MODEL
 from specwire.config.speculative import NGRAM
 from specwire.core import ModelInfo, Rule, SamplingParams
 
@@ -36,9 +37,10 @@ class DraftKind:
 
     def unavailable(self, params: SamplingParams, target: ModelInfo, draft: ModelInfo | None) -> str:
         """Why it cannot be shown; empty if it can."""
-        if self.changes.get("draft") == _MODEL and draft is None:
+        is_in_target = target.own_source == DRAFT_MODEL
+        if self.changes.get("draft") == _MODEL and draft is None and not is_in_target:
             return "there is no draft model"
-        if self.needs_trees and not (target.trees and draft is not None and draft.trees):
+        if self.needs_trees and not (target.trees and (is_in_target or (draft is not None and draft.trees))):
             return "target or draft cannot do trees"
         if self.needs_chance and params.greedy:
             return "greedy decoding compares tokens under every rule"

@@ -16,6 +16,7 @@ from specwire.config.fields import at_least, between, check, one_of
 from specwire.config.flags import CheckedConfig, option, same
 from specwire.config.models import DTYPES, EMBEDDED, EMULATED, check_model
 from specwire.core import MAX_NUM_DRAFT_TOKENS
+from tools.files import check_place, write
 
 Advance = Callable[[int], object]
 """Told of so many more units of work that are done."""
@@ -101,7 +102,7 @@ class SearchLayersConfig(TargetTextConfig):
 def train_heads(config: TrainHeadsConfig) -> None:
     from tools.heads.training import train
 
-    made = train(config, bar)
+    made = write("--out", Path(config.out), lambda _: train(config, bar))
     use = f"specwire up --target {config.target} --draft heads:{config.out}"
     print(f"{made.num_heads} heads for {made.target}: {use}")
 
@@ -109,19 +110,20 @@ def train_heads(config: TrainHeadsConfig) -> None:
 def train_eagle3(config: TrainEagle3Config) -> None:
     from tools.eagle3.training import train
 
-    made = train(config, bar)
+    made = write("--out", Path(config.out), lambda _: train(config, bar))
     print(f"specwire up --target {config.target} --draft eagle3:{made}")
 
 
 def search_layers(config: SearchLayersConfig) -> None:
     if config.picture:
+        check_place("--picture", Path(config.picture))
         extras.require("--picture", "bench")
     from tools.layers import picture
     from tools.layers.search import run
 
     found, tried = run(config, bar)
     if config.picture:
-        picture.draw(Path(config.picture), tried)
+        write("--picture", Path(config.picture), lambda path: picture.draw(path, tried))
     print(
         f"{found.num_tried} sets tried; best without {found.skip}: {found.num_draft_tokens} draft tokens a "
         f"round, each for {found.cost:.2f} of a pass; {found.tokens_a_pass:.2f} tokens a pass; predicted "

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from specwire.errors import ConfigError
+
+Result = TypeVar("Result")
 
 
 def read_text(flag: str, path: str | Path) -> str:
@@ -30,13 +33,22 @@ def check_place(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} {path}: cannot be written")
 
 
-def write(flag: str, path: Path, writing: Callable[[Path], object]) -> None:
-    """Have a file written.
+def make_directory(flag: str, path: Path) -> None:
+    """Have a directory for what is made, with those above it: before the work.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    write(flag, path, lambda path: path.mkdir(parents=True, exist_ok=True))
+
+
+def write(flag: str, path: Path, writing: Callable[[Path], Result]) -> Result:
+    """Have a file written; returns what that returns.
 
     Raises:
         ConfigError: it cannot be.
     """
     try:
-        writing(path)
+        return writing(path)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None

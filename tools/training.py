@@ -21,7 +21,7 @@ from specwire.support import IntArray
 from specwire.text import tokenizer
 from specwire.text.tokenizer import Tokenizer
 from tools.drafts import Advance, TargetTextConfig, TrainingConfig
-from tools.files import read_text
+from tools.files import make_directory, read_text
 
 _CHARS = 16
 """Of the text that are encoded for each token that is wanted."""
@@ -68,6 +68,8 @@ def prepared(config: TrainingConfig, least: int) -> tuple[Any, IntArray, str, Ke
     token_ids = np.array(loaded.encode(text[: _CHARS * config.tokens])[: config.tokens], np.int64)
     if len(token_ids) < least:
         raise ConfigError(f"--text {config.text}: {len(token_ids)} tokens are too few; needs {least}")
+    out = Path(config.out)
+    make_directory("--out", out)
     with errors_naming(source):
         read_config(source)
         model = load_weights(source, "float32")
@@ -75,8 +77,8 @@ def prepared(config: TrainingConfig, least: int) -> tuple[Any, IntArray, str, Ke
         model.requires_grad_(False)
     fingerprint = weights_fingerprint(model_directory(source))
     text_name = hashlib.blake2b(token_ids.tobytes(), digest_size=16).hexdigest()
-    directory = Path(config.out) / "training"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = out / "training"
+    make_directory("--out", directory)
     return model, token_ids, fingerprint, Kept(directory, f"{fingerprint} {text_name}")
 
 

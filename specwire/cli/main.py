@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 the generation failed or a service was lost, 2 invalid flags, variables or
         models, 130 interrupted by Ctrl-C. SIGTERM is the normal end of what serves: 0.
     """
+    _open_missing()
     parent.end_with_it()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in _SERVICES:
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().parse_args(argv, args)
         if argv[0] not in ("serve", "up", "http"):  # whose log has a form of its own
             check_environment(os.environ)
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except SpecwireError as error:
         hint = "; SPECWIRE_TOKEN or --token-file gives one" if isinstance(error, UnauthenticatedError) else ""
         logs.report(f"{as_given(error, args)}{hint}")
@@ -58,9 +61,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `specwire generate ... | head`
-        # So that the flush at exit does not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if _takes_output():
+            raise
+        _drop_output()
+        logs.report(f"standard output: cannot be written ({error.strerror})")
+        return 1
+
+
+def _open_missing() -> None:
+    """A standard stream that was closed is an empty file: no other file takes its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _takes_output() -> bool:
+    """Whether standard output can be written, which a full one cannot."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    """So that the flush at exit does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _EXAMPLES = """\

@@ -7,7 +7,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specwire.config.client import ClientConfig
 from specwire.config.security.tls import Credentials
-from specwire.errors import ServiceUnavailableError
+from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.rpc import statuses
 from specwire.rpc.channel import open_channel
 from specwire.rpc.connecting import CLIENT, explain
@@ -21,6 +21,8 @@ async def health(settings: ClientConfig, service: str) -> str:
     Args:
         service: full name, as in `specwire.v1.DraftService`; empty for all services of the process.
     """
+    if "," in settings.server:
+        raise ConfigError(f"--server {settings.server}: names several; the health of one is asked for")
     request = health_pb2.HealthCheckRequest(service=service)
     async with open_channel(settings.server, credentials=Credentials(**settings.credentials)) as channel:
         try:

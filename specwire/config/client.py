@@ -38,7 +38,11 @@ class ConnectionConfig(PlaintextConfig):
         "HOST:PORT of the coordinator, or dns:///NAME:PORT of several; further ones after commas",
         check=split_addresses,
     )
-    tls: bool = option(False, "use TLS; implied by --tls-ca, --client-cert and --server-name")
+    tls: bool = option(
+        False,
+        "use TLS; implied by --tls-ca, --client-cert and --server-name",
+        implied_by=("tls_ca", "client_cert", "server_name"),
+    )
     tls_ca: str = file_option(
         "PEM certificates of the authorities that the server is verified against; empty for public ones"
     )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specwire.config.pairs import without_repeats
 from specwire.errors import ConfigError, ModelLoadError, SpecwireError
 
 ENV_PREFIX = "SPECWIRE_"
@@ -38,6 +39,7 @@ def option(
     check: Check | None = None,
     alias: str = "",
     needs: Sequence[str] = (),
+    implied_by: Sequence[str] = (),
     is_positional: bool = False,
     is_list: bool = False,
 ) -> Any:
@@ -46,11 +48,12 @@ def option(
     Args:
         alias: a second name, as other servers have it.
         needs: other fields, without which it is of no use.
+        implied_by: other fields, together with which it cannot be switched off.
         is_positional: given without a flag.
         is_list: whether the flag takes several words, which are joined by commas.
     """
     metadata: dict[str, Any] = {"doc": doc, "metavar": metavar, "check": check, "alias": alias}
-    metadata |= {"needs": needs, "positional": is_positional, "list": is_list}
+    metadata |= {"needs": needs, "implied_by": implied_by, "positional": is_positional, "list": is_list}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -166,17 +169,28 @@ def read_config(config: type[Config], args: argparse.Namespace, environ: Mapping
         and not _is_of_kubernetes(name, environ[name])
     }
     path = getattr(args, "config", None)
-    from_file, keys = parse_mapping(f"{path}: ", _read_yaml(path), fields) if path else ({}, {})
+    if path == "":
+        raise ConfigError("--config: names no file")
+    from_file, keys = parse_mapping(f"{path}: ", _read_yaml(path), fields) if path is not None else ({}, {})
     labels = {field.name: f"{metavar_of(field)} " for field in fields if field.metadata.get("positional")}
     labels |= {name: f"{path}: {key}: " for name, key in keys.items() if name not in flagged}
     labels |= {name: f"environment variable {env_name(name)}=" for name in from_environ}
     labels |= {name: f"{flag} " for name, flag in getattr(args, "given", {}).items()}
     values = from_file | from_environ | flagged
+    _check_implied(fields, values)
     args.sources = {name: (label, values.get(name)) for name, label in labels.items()}
     try:
         return config(**values)
     except ConfigError as error:
         raise as_given(error, args) from None
+
+
+def _check_implied(fields: Iterable[dataclasses.Field[Any]], given: Mapping[str, Any]) -> None:
+    """ConfigError of a switch that is off beside what implies it."""
+    for field in fields:
+        for other in field.metadata.get("implied_by", ()):
+            if given.get(field.name) is False and given.get(other):
+                raise ConfigError(f"{flag_name('no_' + field.name)}: is given with {flag_name(other)}")
 
 
 def parse_mapping(
@@ -207,15 +221,13 @@ def _read_yaml(path: str) -> dict[Any, Any]:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            """Without a key twice, of which the last one would count."""
-            keys = [str(key.value) for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise ConfigError(f"--config {path}: {key}: is given twice")
+            without_repeats([(str(key.value), None) for key, _ in node.value])
             return super().construct_mapping(node, deep)
 
     try:
         found = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
     except RecursionError:
         raise ConfigError(f"--config {path}: is nested too deeply") from None
     except (OSError, ValueError) as error:  # of bytes that are no text, or a number of thousands of digits

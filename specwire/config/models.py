@@ -23,7 +23,7 @@ EMULATED = "emulated:"
 NO_DRAFT = "none"
 VLLM = "vllm"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-RULES = (AUTO, *Rule)
+RULES = (AUTO, *(rule.value for rule in Rule))
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a LoRA adapter, as peft writes them."""
 MAX_ADAPTERS = 64
@@ -70,7 +70,7 @@ def adapter_directories(given: str) -> dict[str, Path]:
     if given.startswith("{"):  # a mapping of a file of flags
         try:
             pairs = [(str(name), str(path)) for name, path in json.loads(given).items()]
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConfigError(f"{flag_name(_ADAPTERS)} {given}: is neither NAME=DIR nor JSON") from None
     else:
         entries = [entry.strip() for entry in given.split(",") if entry.strip()]

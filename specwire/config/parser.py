@@ -153,7 +153,7 @@ def _add_flag(
     else:
         kwargs["type"] = type(field.default)
         kwargs["metavar"] = metavar_of(field)
-        kwargs["action"] = _StoreNamed
+        kwargs["action"] = StoreNamed
         if field.metadata.get("list"):
             kwargs["nargs"] = "+"
     names = [*map(flag_name, names_of(field))]
@@ -164,7 +164,7 @@ def _add_flag(
     parser.add_argument(*names, dest=field.name, **kwargs)
 
 
-class _StoreNamed(argparse.Action):
+class StoreNamed(argparse.Action):
     """Stores a value, several words with commas, and in `given` by which of its names the flag was given."""
 
     def __call__(

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specwire.config.fields import check
+from specwire.config.flags import flag_name
 from specwire.config.own_methods import DRAFT_MODEL, HEADS, OWN, OWN_METHODS
+from specwire.config.pairs import without_repeats
 from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_TREE_NODES
+from specwire.errors import ConfigError
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
@@ -163,8 +166,10 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | ModelDraftConfig 
     if not text:
         return None
     try:
-        given: Any = json.loads(text)
-    except ValueError:
+        given: Any = json.loads(text, object_pairs_hook=without_repeats)
+    except ConfigError as error:
+        raise ConfigError(f"{flag_name(_FLAG)} {error}") from None
+    except (ValueError, RecursionError):
         given = None
     check(isinstance(given, dict), _FLAG, text, "is not a JSON object")
     method = given.get("method", NGRAM)

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
-from specwire import embedded
+from specwire import SamplingParams, embedded
 from specwire.cli import main as cli
+from specwire.errors import InternalError
 from tests.support.fixtures import entered
 from tests.support.fronts import Fronted, fronted
+from tools.bench.backends import OpenAIServer
+from tools.bench.metrics import RequestRecord
+from tools.bench.prompts import Prompt
 
 pytestmark = pytest.mark.usefixtures("restored")
 running = entered(lambda: fronted(embedded.TARGET_DIR))
@@ -74,3 +79,22 @@ def test_what_the_server_refuses_is_counted(running: Fronted, capsys: pytest.Cap
 def test_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--backend", "openai", "--base-url", "http://127.0.0.1:1") == 1
     assert "error: nothing serves at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "ftp://x", "127.0.0.1:8000"])
+def test_addresses_that_are_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--backend", "openai", "--base-url", url) == 2
+    assert f"error: --base-url {url}: is not http://HOST" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "event", [[7], {"choices": [7]}, {"choices": [{"text": 7}]}, {"usage": {"prompt_tokens": 3}}]
+)
+async def test_answers_that_are_none_fail_alone(event: Any) -> None:
+    """With a typed error, which belongs to their request."""
+    body = f"data: {json.dumps(event)}\n\n"
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(200, text=body))
+    async with httpx2.AsyncClient(base_url="http://x", transport=transport) as client:
+        server = OpenAIServer(client, "/v1/completions", "m", is_chat=False)
+        with pytest.raises(InternalError, match="not an event of OpenAI's API: "):
+            await server.send(Prompt(text="a"), SamplingParams(), RequestRecord(), lambda: 0.0)

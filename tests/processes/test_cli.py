@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,35 @@ class TestGenerate:
             assert process.wait(most_s) == status
             assert command.errors() == ""
         stack.assert_idle_within(1.0)
+
+
+def full_output(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a command whose standard output is a full disk."""
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(argv) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("name", ["generate", "status", "drafts", "health", "bench"])
+def test_a_full_output(
+    stack: LocalStack,
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Is one line, without a traceback; what was measured is in its file."""
+    found = tmp_path / "found.json"
+    words = {
+        "generate": ["generate", PROMPT, "--max-tokens", "4"],
+        "bench": ["bench", "serve", "--num-requests", "1", "--max-tokens", "2", "--json", str(found)],
+    }
+    argv = [*words.get(name, [name]), "--server", stack.address]
+    error = full_output(argv, capsys, monkeypatch)
+    assert error == "error: standard output: cannot be written (No space left on device)\n"
+    assert found.exists() == (name == "bench")
 
 
 class TestProxy:

@@ -173,6 +173,19 @@ def test_an_eagle3_of_a_text_proposes_it(text: Path, tmp_path: Path, monkeypatch
     assert tokens_a_pass("eagle3", eagle3=whole.out) > 1.2
 
 
+def test_places_that_cannot_be_written(text: Path, tmp_path: Path) -> None:
+    """Are refused by their flag, before the work."""
+    out = str(text / "heads")  # below a file
+    for config in (TrainHeadsConfig, TrainEagle3Config):
+        with pytest.raises(ConfigError, match=f"--out {out}: cannot be written"):
+            shared_training.prepared(config(text=str(text), out=out), 1)
+    pytest.importorskip("bayes_opt")
+    with pytest.raises(ConfigError, match=f"--out {text}: cannot be written"):
+        search.run(SearchLayersConfig(text=str(text), prompts=1, out=f"{text}/layers.json"), Bar())
+    with pytest.raises(ConfigError, match=r"--picture /nope/x\.png: cannot be written"):
+        search_layers(SearchLayersConfig(text=str(text), picture="/nope/x.png"))
+
+
 def test_texts_that_are_no_good(text: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     text.write_text("few")

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specwire import ModelInfo, SamplingParams
 from specwire.cli import main as cli
+from specwire.config.own_methods import DRAFT_MODEL
 from specwire.embedded import DRAFT_DIR, TARGET_DIR
 from specwire.errors import ConfigError
 from specwire.text.tokenizer import load
 from tests.support.harness import local_stack
 from tests.support.imports import ROOT
+from tools import compare
 from tools.bench import spec_bench
 
 QUESTIONS = ROOT / "benchmarks/spec_bench.jsonl"
@@ -91,3 +94,14 @@ def test_files_that_are_none(line: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         spec_bench.read(path)
     assert str(raised.value).startswith(f"--questions {path}")
+
+
+def test_a_draft_in_the_targets_process_is_one() -> None:
+    """It has chains and trees, here as in `specwire demo --compare`."""
+    target = ModelInfo(name="t", vocab_size=8, context_len=8, trees=True, drafts=True, own_source=DRAFT_MODEL)
+    assert {"model", "tree"} <= spec_bench.methods(target, None).keys()
+    params = SamplingParams()
+    assert [kind.unavailable(params, target, None) for kind in compare.KINDS] == [""] * len(compare.KINDS)
+    none = ModelInfo(name="t", vocab_size=8, context_len=8, trees=True)
+    lacking = [kind.name for kind in compare.KINDS if kind.unavailable(params, none, None)]
+    assert lacking == ["chain", "block", "tree"]

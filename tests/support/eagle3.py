@@ -66,7 +66,7 @@ def save_eagle3(
     directory.mkdir(parents=True)
     given = {"draft_vocab_size": len(target_ids)} | given
     if layout == "safeailab":
-        stored = {"architectures": ["LlamaForCausalLM"], "eagle_config": read, **config, **given}
+        stored = {"architectures": ["LlamaForCausalLM"], **read, **config, **given}
         torch.save(found, directory / "pytorch_model.bin")
     else:
         stored = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **read}

@@ -378,13 +378,17 @@ def test_eagle3_of_other_targets(settings: Any, problem: str, model: Any, tmp_pa
 
 
 def test_what_eagle3_reads_by_default() -> None:
-    """As in the paper; what a config names is read from the first layer to the last."""
+    """As in the paper; what a config names is read from the first layer to the last. `eagle_config` names
+    layers by what they give, as SpecForge writes and SGLang reads it."""
     config = {"model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 4}
     target = build("llama", num_hidden_layers=32).config
     config |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
     assert eagle3.read_settings(config, target).layer_ids == (2, 16, 29)
-    named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7, 3]}}
+    named = {"eagle_aux_hidden_state_layer_ids": [7, 3]}
     assert eagle3.read_settings(config | named, target).layer_ids == (3, 7)
+    assert eagle3.read_settings(config | {"eagle_config": named}, target).layer_ids == (4, 8)
+    usual = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}
+    assert eagle3.read_settings(config | usual, target).layer_ids == (2, 16, 29)
 
 
 def test_control_states_of_others_are_refused(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:

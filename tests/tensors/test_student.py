@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +141,26 @@ def test_what_is_saved_is_a_model(tmp_path: Path) -> None:
     for name, weight in served.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+
+
+def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode(mode=False):
+        source = tiny_models.save(tiny_models.build("llama"), tmp_path / "source")
+    student, out = student_of(runner()), tmp_path / "out"
+    student.save(out, source)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    study(student, 4)
+    student.publish()
+    (source / "config.json").write_text("{}")
+
+    def fails(model: Any, directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(student._model), "save_pretrained", fails)
+    with pytest.raises(OSError, match="No space left"):
+        student.save(out, source)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_packed_weights_are_refused() -> None:

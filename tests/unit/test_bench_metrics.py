@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specwire import ConfigError, ModelInfo, SourceCounts, Speculation
+from specwire import ConfigError, ModelInfo, SamplingParams, SourceCounts, Speculation
 from tests.support.imports import GRPC, ROOT, imports, packages
 from tests.support.statistics import FALSE_ALARM_RATE
 from tools.bench import prompts, report
@@ -25,7 +26,7 @@ from tools.bench.metrics import (
     total_speculation,
 )
 from tools.bench.prompts import Prompt
-from tools.bench.serve import OfferedLoad, arrival_times
+from tools.bench.serve import Measurement, OfferedLoad, arrival_times
 
 
 def record(
@@ -247,6 +248,23 @@ class TestPrompts:
             ModelInfo(name="x", vocab_size=64, context_len=9, tokenizer_fingerprint="f")
         )
         assert all(p.text for p in spoken)
+
+
+class Asking:
+    """A server that answers nothing."""
+
+    async def send(self, prompt: Prompt, params: SamplingParams, record: Any, now_s: Any) -> None:
+        record.num_output_tokens = params.max_tokens
+
+
+def test_a_prompt_that_cannot_be_asked_is_one_request() -> None:
+    """Its own `max_tokens` does not go with the parameters of all: the others are measured."""
+    asked = [Prompt(text="a", max_tokens=40), Prompt(text="b", max_tokens=4)]
+    load = OfferedLoad(num_requests=4, concurrency=1)
+    measured = Measurement(Asking(), asked, SamplingParams(min_tokens=16), load)  # type: ignore[arg-type]
+    asyncio.run(measured.run())
+    assert [record.status for record in measured.records] == ["OK", "INVALID_ARGUMENT"] * 2
+    assert "min_tokens=16" in measured.records[1].error
 
 
 @pytest.mark.parametrize("name", ["metrics", "prompts", "report"])

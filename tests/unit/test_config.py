@@ -189,7 +189,18 @@ class TestFiles:
         with pytest.raises(ConfigError, match=problem):
             read_config(UpConfig, written(tmp_path, text), {})
 
+    def test_a_switch_that_is_off_beside_what_implies_it(self) -> None:
+        given = argparse.Namespace(tls=False, server_name="x")
+        with pytest.raises(ConfigError, match="--no-tls: is given with --server-name"):
+            read_config(ClientConfig, given, {})
+        with pytest.raises(ConfigError, match="--no-tls: is given with --server-name"):
+            read_config(
+                ClientConfig, argparse.Namespace(), {"SPECWIRE_TLS": "0", "SPECWIRE_SERVER_NAME": "x"}
+            )
+
     def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="--config: names no file"):
+            read_config(UpConfig, argparse.Namespace(config=""), {})
         with pytest.raises(ConfigError, match=r"--config .*: cannot be read"):
             read_config(UpConfig, argparse.Namespace(config=str(tmp_path / "none.yaml")), {})
 
@@ -485,6 +496,8 @@ class TestSpeculativeConfig:
             ('{"prompt_lookup_min": "2"}', "prompt_lookup_min='2'"),
             ('{"prompt_lookup_min": 17}', "prompt_lookup_max=16: must be a whole number in [17, 32]"),
             ('["ngram"]', "is not a JSON object"),
+            ("[" * 5000, "is not a JSON object"),
+            ('{"method": "ngram", "method": "suffix"}', "method: is given twice"),
             ("ngram", "is not a JSON object"),
         ],
     )

@@ -26,7 +26,7 @@ WITHIN = {
         ("prepared", "pushes"),
         ("estimate",),
     ),
-    "config": (("cuda", "ports", "security"), ("",), ("preflight",)),
+    "config": (("pairs",), ("cuda", "ports", "security"), ("",), ("preflight",)),
     "rpc": (("interrupts", "wire"), ("",)),
 }
 """The order within some of these folders; "" is all that is not named."""

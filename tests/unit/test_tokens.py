@@ -87,6 +87,8 @@ DIGEST = "0" * 64
     ("line", "problem"),
     [
         ("alice", "is not JSON"),
+        ("[" * 3000, "is not JSON"),
+        ('{"name": "a", "name": "b"}', "name: is given twice"),
         ("[]", "is not a JSON object"),
         ({"sha256": DIGEST}, "name must be"),
         ({"name": "a b", "sha256": DIGEST}, "name must be"),

@@ -87,10 +87,13 @@ class OpenAIServer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, answer.headers, await answer.aread())
                 async for event in _events(answer):
-                    self._take(event, record, now_s)
+                    try:
+                        self._take(event, record, now_s)
+                    except (AttributeError, LookupError, TypeError, ValueError):
+                        raise _no_event(json.dumps(event)) from None
         except httpx2.TimeoutException as error:
             raise DeadlineExceededError(f"{self.client.base_url}: {type(error).__name__}") from None
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             problem = str(error) or type(error).__name__
             raise ServiceUnavailableError(f"{self.client.base_url}: {problem}") from None
         if not record.num_input_tokens:
@@ -109,15 +112,15 @@ class OpenAIServer:
         """One event: text, the count of tokens at the end, or an error in mid-stream."""
         if event.get("error"):
             raise ServiceUnavailableError(str(event["error"])[:_MAX_ERROR_LEN])
-        for choice in event.get("choices", ()):
-            text = choice.get("delta", {}).get("content") if self.is_chat else choice.get("text")
+        for choice in event.get("choices") or ():
+            text = (choice.get("delta") or {}).get("content") if self.is_chat else choice.get("text")
             if text:
                 record.chunk_times_s.append(now_s())
                 record.chunk_tokens.append(1)
                 record.text += text
         if usage := event.get("usage"):
-            record.num_input_tokens = usage["prompt_tokens"]
-            record.num_output_tokens = usage["completion_tokens"]
+            record.num_input_tokens = int(usage["prompt_tokens"])
+            record.num_output_tokens = int(usage["completion_tokens"])
 
 
 Backend = Coordinator | OpenAIServer
@@ -153,8 +156,12 @@ async def _events(answer: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
         if data:
             try:
                 yield {**json.loads(data)}
-            except (TypeError, ValueError):
-                raise InternalError(f"not an event of OpenAI's API: {data[:_MAX_ERROR_LEN]}") from None
+            except (TypeError, ValueError, RecursionError):
+                raise _no_event(data) from None
+
+
+def _no_event(data: str) -> InternalError:
+    return InternalError(f"not an event of OpenAI's API: {data[:_MAX_ERROR_LEN]}")
 
 
 def _refusal(status: int, headers: Mapping[str, str], body: bytes) -> SpecwireError:

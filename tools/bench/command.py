@@ -139,7 +139,17 @@ class _Session:
         summary = summarize(records, measurement.duration_s if measurement else 0.0, dict(args.goodput))
         if interrupted:
             print(f"interrupted after {len(records)} of {args.num_requests} requests", file=sys.stderr)
-        print(report.table(summary, records))
+        try:
+            self._write(summary, records, interrupted)
+        finally:  # where one of them is full, the others have it
+            print(report.table(summary, records))
+        return summary
+
+    def _write(self, summary: Summary, records: Sequence[RequestRecord], interrupted: bool) -> None:
+        """The files that are asked for."""
+        from tools.bench import report
+
+        args = self._args
         if args.json:
             settings = self._settings() | {"interrupted": interrupted}
             found = report.result(settings, summary, records, detailed=args.save_detailed)
@@ -150,7 +160,6 @@ class _Session:
             how = f"{args.concurrency} at a time" if rate is None else f"{rate:g} requests/s"
             title = f"{self._target.model_id}: {args.num_requests} requests, {how}"
             files.write("--plot", args.plot, lambda path: report.plot(path, summary, records, title))
-        return summary
 
     def _settings(self) -> dict[str, Any]:
         """The settings, so that the file is self-contained."""
@@ -169,6 +178,6 @@ class _Session:
             "max_concurrency": args.concurrency,
             "retries": args.retries,
             "seed": args.seed,
-            "goodput_ms": dict(args.goodput),
+            "goodput_ms": {name: "inf" if math.isinf(ms) else ms for name, ms in args.goodput},
             "sampling": {name: getattr(self._params, name) for name in names},  # the seed differs by request
         }

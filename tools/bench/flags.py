@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specwire.config.parser import StoreNamed
 from tools.bench.metrics import OBJECTIVES
 
 SPECWIRE, OPENAI, OPENAI_CHAT = "specwire", "openai", "openai-chat"
@@ -108,6 +109,7 @@ def _add_dataset(serve: argparse.ArgumentParser) -> None:
         *("--prompts", "--dataset-path"),
         dest="prompts",
         type=Path,
+        action=StoreNamed,
         metavar="FILE",
         help="a prompt a line, or JSON lines with prompt or prompt_token_ids, and max_tokens if "
         "wanted; taken in turn; of sharegpt its JSON",

@@ -34,22 +34,25 @@ class Prompt:
     max_tokens: int | None = None
 
 
-def read(path: Path) -> list[Prompt]:
+def read(path: Path, flag: str = "--prompts") -> list[Prompt]:
     """Prompts of a file: JSON lines when the first line is a JSON object, else one prompt a line as text.
 
     Empty lines are skipped.
 
+    Args:
+        flag: that names the file.
+
     Raises:
         ConfigError: naming the file and the line.
     """
-    text = read_text("--prompts", path)
+    text = read_text(flag, path)
     # Not splitlines(): a prompt may hold a form feed or U+2028.
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError(f"--prompts {path}: holds no prompt")
+        raise ConfigError(f"{flag} {path}: holds no prompt")
     if _object(lines[0][1]) is None:
         return [Prompt(text=line.removesuffix("\r")) for _, line in lines]
-    return [_parsed(line, f"--prompts {path}, line {n}") for n, line in lines]
+    return [_parsed(line, f"{flag} {path}, line {n}") for n, line in lines]
 
 
 def built_in(target: ModelInfo) -> list[Prompt]:
@@ -62,7 +65,7 @@ def built_in(target: ModelInfo) -> list[Prompt]:
 def _object(line: str) -> Mapping[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -111,7 +114,7 @@ def sharegpt(path: Path, num_prompts: int, seed: int) -> list[Prompt]:
         found = json.loads(path.read_text(encoding="utf-8"))
         turns: list[Any] = [one.get("conversations") or one.get("conversation") or [] for one in found]
         texts = [each[0]["value"] for each in turns if len(each) >= 2]
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(f"--dataset-path {path}: is not ShareGPT's JSON ({error})") from None
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ConfigError(f"--dataset-path {path}: has no conversation of two turns, or an empty turn")

@@ -147,8 +147,8 @@ class Measurement:
         record, prompt = RequestRecord(), self.prompts[index % len(self.prompts)]
         seed = (self.load.seed + index) % _MAX_SEED
         max_tokens = prompt.max_tokens or self.params.max_tokens
-        params = dataclasses.replace(self.params, seed=seed, max_tokens=max_tokens)
         try:
+            params = dataclasses.replace(self.params, seed=seed, max_tokens=max_tokens)
             await self.backend.send(prompt, params, record, self._now_s)
         except SpecwireError as error:
             record.status, record.error = error.status, str(error)

@@ -106,9 +106,10 @@ def _question(line: str, where: str) -> BenchQuestion:
 def methods(target: ModelInfo, draft: ModelInfo | None) -> dict[str, dict[str, Any]]:
     """What a server can draft with, plain first, as changes of a request's parameters."""
     found: dict[str, dict[str, Any]] = {PLAIN: {"num_draft_tokens": 0}, AUTO: {}}
-    if draft is not None or target.own_source == DRAFT_MODEL:
+    is_in_target = target.own_source == DRAFT_MODEL
+    if draft is not None or is_in_target:
         found |= {MODEL: {"draft": MODEL}, f"{NGRAM},{MODEL}": {"draft": f"{NGRAM},{MODEL}"}}
-    if draft is not None and draft.trees and target.trees:
+    if target.trees and (is_in_target or (draft is not None and draft.trees)):
         found[TREE] = {"draft": MODEL, "num_draft_tokens": 32, "max_depth": 6}
     if target.own_source not in ("", DRAFT_MODEL):
         found[target.own_source] = {"draft": target.own_source}

@@ -45,6 +45,9 @@ class BenchTarget:
             if not args.base_url:
                 raise ConfigError(f"--backend {args.backend}: needs --base-url URL")
             extras.require(f"--backend {args.backend}", "bench")
+            _check_url(args.base_url)
+            if not os.environ.get("OPENAI_API_KEY", "").isascii():
+                raise ConfigError("OPENAI_API_KEY: has characters that no header can have")
             parameters(params)
         self.address: str = args.base_url or config.server
         self.model_id, self.draft_model_id = args.model, ""
@@ -52,7 +55,7 @@ class BenchTarget:
         if args.dataset_name == flags.SHAREGPT:
             self.prompts = prompts.sharegpt(args.prompts, args.num_requests, args.seed)
         elif args.prompts is not None and not self._is_random:
-            self.prompts = prompts.read(args.prompts)
+            self.prompts = prompts.read(args.prompts, args.given["prompts"])
         elif args.backend != flags.SPECWIRE:
             self.prompts = self._texts()
 
@@ -109,3 +112,16 @@ class BenchTarget:
             raise ServiceUnavailableError(f"nothing serves at {self.address}: {error}") from None
         except (ValueError, LookupError, TypeError):
             raise ConfigError(f"--base-url {self.address}: names no model; give --model NAME") from None
+
+
+def _check_url(url: str) -> None:
+    """Raises ConfigError of one that no request can be sent to."""
+    import httpx2
+
+    try:
+        parsed = httpx2.URL(url)
+        is_usable = parsed.scheme in ("http", "https") and parsed.host != "" and (parsed.port or 80) < 1 << 16
+    except httpx2.InvalidURL:
+        is_usable = False
+    if not is_usable:
+        raise ConfigError(f"--base-url {url}: is not http://HOST[:PORT] or https://HOST[:PORT]")

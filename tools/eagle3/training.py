@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import LlamaConfig
 
 from specwire.config.cpu import is_native
+from specwire.engine.heads.files import replace_file
 from specwire.engine.model.drafter import bare_rows
-from specwire.engine.model.eagle3 import Eagle3, read_settings
+from specwire.engine.model.eagle3 import READ, Eagle3, read_settings
 from tools.drafts import Bar, TrainEagle3Config
 from tools.eagle3.unrolled import loss_of
 from tools.training import Kept, descend, prepared
@@ -44,8 +45,8 @@ def train(config: TrainEagle3Config, bar: Bar) -> Path:
     tensors["d2t"] = drafter.target_ids - torch.arange(len(drafter.target_ids))
     tensors["t2d"] = torch.isin(torch.arange(made["vocab_size"]), drafter.target_ids)
     out = Path(config.out)
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(made, indent=2))
+    replace_file(out / "model.safetensors", save(tensors, {"format": "pt"}))
+    replace_file(out / "config.json", json.dumps(made, indent=2).encode())
     shutil.rmtree(kept.directory)
     return out
 
@@ -71,8 +72,9 @@ def layer_config(model: Any, draft_vocab_size: int) -> dict[str, Any]:
         dtype="float32",
     ).to_dict()
     most = min(draft_vocab_size or text.vocab_size, text.vocab_size)
-    named = {"eagle_aux_hidden_state_layer_ids": sorted(set(read))}
-    return made | {"draft_vocab_size": most, "eagle_config": named}
+    read_ids = sorted(set(read))
+    after = {READ: [number - 1 for number in read_ids if number]}  # the same, as other engines read it there
+    return made | {"draft_vocab_size": most, READ: read_ids, "eagle_config": after}
 
 
 def untrained(model: Any, made: dict[str, Any], target_ids: Tensor) -> Eagle3:

@@ -6,6 +6,7 @@ interrupted goes on where it was, and memory does not grow with the text.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ def run_text(model: Any, token_ids: IntArray, kept: Kept, advance: Advance) -> n
     state_size = model.get_output_embeddings().weight.shape[1]
     num_done: int = kept.load(_PROGRESS).get("num_tokens", 0)
     shape = len(token_ids), state_size
-    mode: Any = "r+" if num_done else "w+"
-    states = np.memmap(kept.directory / _STATES, np.float16, mode, shape=shape)
+    with (kept.directory / _STATES).open("r+b" if num_done else "w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 * shape[0] * shape[1])  # or a full disk ends the process later
+        states = np.memmap(file, np.float16, "r+", shape=shape)
     shown = States(model)
     advance(num_done)
     for start in range(num_done, len(token_ids), WINDOW):

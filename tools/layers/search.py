@@ -27,6 +27,7 @@ from specwire.engine.model.loading import load_model
 from specwire.engine.model.runner import ModelRunner
 from specwire.errors import ConfigError
 from tools.drafts import Bar, SearchLayersConfig
+from tools.files import check_place, make_directory, write
 from tools.layers.objective import Promise, Trials, num_pages, promise
 from tools.training import tokenizer_and_text
 
@@ -56,6 +57,9 @@ def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
         torch.set_num_threads(config.num_threads)
     prompts = _prompts(config)
     source = boot.resolve(config.target, "verify")
+    out = Path(config.out or boot.model_directory(source) / BESIDE)
+    make_directory("--out", out.parent)
+    check_place("--out", out)
     dtype = "float32" if config.target == EMBEDDED and config.device == "cpu" else config.dtype
     room = num_pages(len(prompts), PROMPT_LEN, config.num_draft_tokens, _PAGE_SIZE)
     model = load_model(source, dtype=dtype, device=config.device)
@@ -84,7 +88,7 @@ def run(config: SearchLayersConfig, bar: Bar) -> tuple[Found, list[Promise]]:
         speedup=best.speedup,
         num_tried=len(tried),
     )
-    files.save(Path(config.out) if config.out else directory / BESIDE, found)
+    write("--out", out, lambda path: files.save(path, found))
     return found, tried
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from specwire.config.pairs import without_repeats
 from specwire.config.security.reloading import ReloadingFile, read_file
 from specwire.core import SamplingParams
 from specwire.errors import ConfigError, InvalidRequestError, UnauthenticatedError
@@ -146,10 +147,10 @@ def _read(path: str) -> list[tuple[bytes, Principal]]:
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.startswith("#"):
             try:
-                known.append(_parse(json.loads(line)))
+                known.append(_parse(json.loads(line, object_pairs_hook=without_repeats)))
             except ConfigError as error:
                 raise ConfigError(f"tokens file {path}, line {number}: {error}") from None
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # the former of a number of thousands of digits, too
                 raise ConfigError(f"tokens file {path}, line {number}: is not JSON") from None
     return known
 

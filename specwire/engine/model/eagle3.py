@@ -54,6 +54,7 @@ _NUM_CHECKED = 3
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYERS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
 """What the layer may be one of, with its MLP."""
+READ = "eagle_aux_hidden_state_layer_ids"
 _UNREAD = ("t2d",)
 """Tensors that follow from others."""
 
@@ -91,7 +92,8 @@ def read_settings(config: Mapping[str, Any], target: Any) -> Settings:
     """
     is_flat = "transformer_layer_config" not in config
     inner = dict(config) if is_flat else config["transformer_layer_config"]
-    given = dict(config) | (config.get("eagle_config") or {})
+    others = config.get("eagle_config") or {}
+    given = dict(config) | others
     kind = inner.get("model_type")
     if kind not in _LAYERS:
         raise ModelLoadError(f"its layer is of type {kind!r}, and not {' or '.join(_LAYERS)}")
@@ -100,7 +102,8 @@ def read_settings(config: Mapping[str, Any], target: Any) -> Settings:
         raise ModelLoadError(f"is no EAGLE-3: its config has no {', '.join(lacking)}")
     layer = CONFIG_MAPPING[kind].from_dict(dict(inner))
     num_layers = target.num_hidden_layers
-    chosen = given.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+    after = [number + 1 for number in others.get(READ) or ()]  # as SGLang and SpecForge count: outputs
+    chosen = config.get(READ) or after or (2, num_layers // 2, num_layers - 3)
     found = Settings(
         layer,
         given["draft_vocab_size"],
