@@ -58,6 +58,7 @@ async def serving(config: CoordinatorConfig) -> AsyncIterator[str]:
         servicer = GenerationServicer(config, verify, draft, loaded, tracer, files=files)
         group = Group(metrics.TABLE, lambda: servicer, {"model_name": verify.info.name})
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+        server.interceptor.on_refused = servicer.refused
         await stack.enter_async_context(
             endpoint.serving(config.metrics_address, [group], tracer, "coordinator", config.metrics_names)
         )

@@ -32,7 +32,7 @@ from specwire import clock
 from specwire.completion import Completion, Stage
 from specwire.config.security.bearer import Principal
 from specwire.config.services import CoordinatorConfig
-from specwire.errors import InvalidRequestError
+from specwire.errors import InvalidRequestError, SpecwireError
 from specwire.rpc import listening
 from specwire.rpc.wire import client as client_wire
 from specwire.rpc.wire import model as wire
@@ -123,6 +123,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 finally:
                     self._num_finished += 1
                     self._default_requests.log_once()
+
+    def refused(self, method: str, error: SpecwireError) -> None:
+        """Count a generation that was refused before it arrived here, as without a token."""
+        if method == f"/{spans.METHOD}":
+            with contextlib.suppress(SpecwireError), self.totals.record(CallRecord(self.totals, Ledger())):
+                raise error
 
     async def _arrived(self, context: Any) -> CallRecord:
         """A call whose time begins now; its client gets its request id back."""
@@ -236,7 +242,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             completion = answer.completion()
         num_sent = len(first.chunk.tokens)
         reader.credit.spend(num_emitted=num_sent, num_sent=num_sent)
-        call.count(num_sent)
+        call.count(completion.usage.completion_tokens)  # of all texts: the others are in the last message
         served.send(first)
         return completion
 

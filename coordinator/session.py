@@ -211,7 +211,7 @@ def completed(
         usage=Usage(
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=num_tokens,
-            cached_tokens=tally.num_cached_tokens,
+            cached_tokens=min(tally.num_cached_first, request.num_prompt_tokens),
         ),
         speculation=tally.speculation(draft_unavailable),
         timing=ledger.timing(),

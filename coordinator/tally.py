@@ -17,21 +17,26 @@ class Tally:
         num_prepared: whose proposal was there before it was requested.
         num_begun: that the target began by itself.
         num_cached_tokens: that the target found in its cache instead of running them.
+        num_cached_first: of the first round, those of the prompt; later ones are of a sequence that was
+            opened again, after a pause or a loss, or of another beam.
         num_cut: committed tokens after the one that ended the generation.
         latest_reason: why the latest round without draft tokens had none, of those that tell.
     """
 
     def __init__(self) -> None:
         self.num_rounds = self.num_prepared = self.num_begun = self.num_cached_tokens = 0
-        self.num_cut = 0
+        self.num_cut = self.num_cached_first = 0
         self.latest_reason = ""
         # Rounds with draft tokens, by source, number of these, their depth, and how many were accepted.
         self._kinds: dict[tuple[str, int, int, int], int] = {}
 
     def add(self, done: Round) -> None:
         """Count one round."""
+        num_cached = done.verify_cost.num_cached_tokens
+        if not self.num_rounds:
+            self.num_cached_first = num_cached
         self.num_rounds += 1
-        self.num_cached_tokens += done.verify_cost.num_cached_tokens
+        self.num_cached_tokens += num_cached
         self.num_prepared += done.draft_cost.prepared
         self.num_begun += done.verify_cost.is_hit
         proposal = done.proposal

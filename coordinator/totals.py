@@ -26,7 +26,7 @@ from specwire.telemetry import logs
 from specwire.telemetry import semantics as names
 from specwire.telemetry.metrics import HistogramData
 from specwire.telemetry.semantics import stage_attribute
-from specwire.telemetry.tracing import NO_SPAN, Span
+from specwire.telemetry.tracing import NO_SPAN, Span, described
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Totals:
             if isinstance(error, errors.InvalidRequestError):
                 refused = logs.refused(error)
             if status != OK:
-                call.span.fail(status, str(error))
+                call.span.fail(status, described(error))
             raise
         finally:
             call.ledger.close()
@@ -164,7 +164,7 @@ class Totals:
         self.without_draft += bool(done.speculation.draft_unavailable)
         self.wait_s.add(timing.admission_ms / 1e3)
         num_tokens = done.usage.completion_tokens
-        if status == OK and num_tokens > 1:
+        if status == OK and num_tokens > 1 and not done.hypotheses:  # which all come at once
             after_first_s = (done.timing.total_ms - done.timing.time_to_first_token_ms) / 1e3
             self.per_token_s.add(after_first_s / (num_tokens - 1))
 

@@ -217,7 +217,7 @@ class DraftStream(ModelStream[_State, "tuple[_State, Request]"]):
 
     def fail(self, sequence_id: int, error: SpecwireError) -> None:
         if sequence := self.sequences.get(sequence_id):
-            sequence.state.fail(error.status, str(error))
+            sequence.state.fail(error.status, tracing.described(error))
         super().fail(sequence_id, error)
 
     # --- results --------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ class VerifyStream(ModelStream[_State, VerifyJob]):
             with self.failing(judged.sequence.sequence_id):
                 self._begin_again(job)
         else:
-            judged.span.fail(error.status, str(error))
+            judged.span.fail(error.status, tracing.described(error))
             judged.span.end()
             self.fail(judged.sequence.sequence_id, error)
 

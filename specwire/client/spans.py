@@ -8,7 +8,7 @@ from specwire.completion import Chunk, Completion
 from specwire.errors import RequestCancelledError
 from specwire.telemetry import semantics
 from specwire.telemetry.propagation import TraceContext
-from specwire.telemetry.tracing import Attributes, SpanKind, Tracing, error_type
+from specwire.telemetry.tracing import Attributes, SpanKind, Tracing, described, error_type
 from specwire.v1 import generation_pb2
 
 _METHOD = f"{generation_pb2.DESCRIPTOR.services_by_name['GenerationService'].full_name}/Generate"
@@ -67,7 +67,7 @@ class GenerationSpan:
 
     def failed(self, error: BaseException) -> None:
         """The generation has failed, or its caller's task is cancelled."""
-        self._span.fail(error_type(error), str(error))
+        self._span.fail(error_type(error), described(error))
 
     def end(self, num_tokens: int) -> None:
         """The caller has left the stream; one that is not complete is cancelled."""

@@ -204,7 +204,7 @@ class StackConfig(TargetConfig, SpeculationConfig, ReportConfig):
         num_threads = self.num_threads or (1 if self.target == EMBEDDED else 0)
         told |= {source: argument or True} if source else {}
         told |= {"model": self.target, "device": self.device_of(index), "num_threads": num_threads}
-        told |= {"replicas": 1, "metrics_address": self.metrics_addresses[2]}
+        told |= {"replicas": 1, "metrics_address": self.metrics_addresses[2 + index]}
         return self._part(VerifyConfig, environ, told, without=ListenConfig, aliases={"model": "target"})
 
     def draft_service(self, environ: Mapping[str, str] = _NOTHING, **told: Any) -> DraftConfig | None:

@@ -26,11 +26,11 @@ from specwire.http.errors import ApiError
 from specwire.http.metrics import RequestCounts
 from specwire.telemetry import logs, semantics
 from specwire.telemetry.propagation import REQUEST_ID
-from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanKind, Tracing, error_type
+from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanKind, Tracing, described, error_type
 
 log = logging.getLogger(__name__)
 
-_SAMPLED = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
+_SAMPLED = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f][13579bdf](-.*)?")
 _MAX_PATH_LEN = 256
 _MAX_NAMES, _MAX_NAME_LEN = 16, 64
 """Of ignored parameters, in a warning."""
@@ -53,11 +53,11 @@ def mark_failed(scope: Scope, error: Exception, status: int) -> None:
     refused, with its value unless that is a text.
     """
     if status >= 500:
-        scope["specwire.span"].fail(error_type(error), str(error))
+        scope["specwire.span"].fail(error_type(error), described(error))
     if isinstance(error, InvalidRequestError):
         scope[_REFUSED] = logs.refused(error)
     elif isinstance(error, ApiError):
-        told = {"field": error.param, "reason": error.code}
+        told = {"field": logs.shown(error.param or ""), "reason": error.code}
         scope[_REFUSED] = {name: value for name, value in told.items() if value}
 
 
@@ -110,11 +110,9 @@ class Observed:
 
     def _span(self, scope: Scope, route: str) -> Span:
         """The SERVER span, from the headers to the end of the response."""
-        if scope["path"] == _PROBED:
-            return Span()
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         parent = self.tracer.propagators.read(headers)
-        if not self.tracer.enabled:
+        if scope["path"] == _PROBED or not self.tracer.enabled:
             return Span(parent)
         method = scope["method"] if scope["method"] in _METHODS else ""
         server, client = scope.get("server"), scope.get("client")
@@ -177,9 +175,9 @@ class _Sent:
             "client": address_kind((scope.get("client") or ("",))[0]),
             "request_id": scope["specwire.request_id"],
         }
-        traced = _SAMPLED.fullmatch(dict(scope["headers"]).get(b"traceparent", b""))
+        traced = _SAMPLED.fullmatch(scope["specwire.span"].traceparent)
         fields |= scope.get(_REFUSED, {})
-        log.info("access", extra=fields | ({"trace_id": traced[1].decode()} if traced else {}))
+        log.info("access", extra=fields | ({"trace_id": traced[1]} if traced else {}))
 
 
 def address_kind(host: str) -> str:

@@ -29,7 +29,13 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
 from specwire.config.security.bearer import Principal, Tokens, bearer_token
-from specwire.errors import DeadlineExceededError, InvalidRequestError, UnauthenticatedError
+from specwire.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ServiceDrainingError,
+    SpecwireError,
+    UnauthenticatedError,
+)
 from specwire.rpc import listening
 from specwire.rpc.draining import Drain
 from specwire.rpc.slots import Slots
@@ -56,7 +62,12 @@ Abort = Callable[[Any, Exception], Awaitable[None]]
 
 
 class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The one interceptor of a server."""
+    """The one interceptor of a server.
+
+    Attributes:
+        on_refused: called with the method and the error of a call that ends before its method; not where the
+            service drains, as its caller goes elsewhere then.
+    """
 
     def __init__(self, tokens: Tokens | None, drain: Drain, capacity: tuple[int, int], abort: Abort) -> None:
         """Args:
@@ -74,6 +85,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._opened = _FirstMessages(self._max_streams)
         self._probed = _FirstMessages(_MAX_SILENT_PROBES)
         self._calls: set[asyncio.Task[Any]] = set()
+        self.on_refused: Callable[[str, SpecwireError], None] = lambda method, error: None
 
     async def ended(self) -> None:
         """Wait until the tasks of all calls have ended, which is after gRPC has ended the calls."""
@@ -107,16 +119,28 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         )
 
     async def _serve(self, handler: Any, details: Any, context: Any) -> Any:
+        with contextlib.ExitStack() as held:
+            try:
+                first = await self._admitted(handler, details, context, held)
+            except SpecwireError as error:
+                if not isinstance(error, ServiceDrainingError):
+                    self.on_refused(details.method, error)
+                raise
+            return await _run(handler, first, context)
+
+    async def _admitted(self, handler: Any, details: Any, context: Any, held: contextlib.ExitStack) -> Any:
+        """The first message of a call, which is within all limits while `held` is open."""
         principal = self._tokens.check(_bearer_token(details)) if self._tokens else None
         listening.principal.set(principal)
         if handler is None:
             await _refuse_unknown(context)
         caller = principal or Principal(name=_address(context))
         own = caller.capacity(self._capacity) + NUM_PASSING_STREAMS
-        with self._streams.held({caller.name: own, "all callers": self._max_streams}):
-            first = await self._opened.of(context)
-            with self._drain.request() if details.method.startswith(_OURS) else contextlib.nullcontext():
-                return await _run(handler, first, context)
+        held.enter_context(self._streams.held({caller.name: own, "all callers": self._max_streams}))
+        first = await self._opened.of(context)
+        if details.method.startswith(_OURS):
+            held.enter_context(self._drain.request())
+        return first
 
     async def _serve_health(self, handler: Any, details: Any, context: Any) -> Any:
         if handler is None or details.method not in (_CHECK, _WATCH):

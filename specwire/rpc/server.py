@@ -55,6 +55,7 @@ class Server:
 
     Attributes:
         drain: of its requests, including those that are served other than over gRPC.
+        interceptor: of all its calls.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class Server:
             ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
         ]
         tokens = Tokens(config.tokens) if config.tokens else None
-        self._interceptor = Interceptor(tokens, self.drain, config.capacity, _abort)
-        self.grpc = grpc.aio.server(options=options, interceptors=[self._interceptor])
+        self.interceptor = Interceptor(tokens, self.drain, config.capacity, _abort)
+        self.grpc = grpc.aio.server(options=options, interceptors=[self.interceptor])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -152,7 +153,7 @@ class Server:
             async with asyncio.timeout(grace_s + _HUNG_S):
                 await self.grpc.stop(grace_s)
                 # Calls whose peers leave at this moment: gRPC would report tasks that the loop's end cancels.
-                await self._interceptor.ended()
+                await self.interceptor.ended()
         except TimeoutError:
             log.warning("gRPC has not ended its calls within %g s: leaving them", grace_s + _HUNG_S)
 

@@ -132,11 +132,13 @@ class MetricsEndpoint:
 
 def _format(families: Iterable[Family], openmetrics: bool) -> bytes:
     from prometheus_client import generate_latest
-    from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+    from prometheus_client.openmetrics import exposition as openmetrics_text
 
     snapshot: Any = SimpleNamespace(collect=lambda: families)  # all that they ask of a registry
     if openmetrics:
-        return generate_openmetrics(snapshot)  # type: ignore[no-any-return, no-untyped-call]
+        # By default it would write vLLM's names, which have a colon, in another way where it has samples.
+        as_it_is = openmetrics_text.ALLOWUTF8
+        return openmetrics_text.generate_latest(snapshot, escaping=as_it_is)  # type: ignore[no-any-return, no-untyped-call]
     return generate_latest(snapshot)
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from specwire.errors import ConfigError
 
@@ -26,6 +27,10 @@ _LIMITS = (
     *("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT"),
     *("OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT", "OTEL_LINK_ATTRIBUTE_COUNT_LIMIT"),
     *("OTEL_SPAN_EVENT_COUNT_LIMIT", "OTEL_SPAN_LINK_COUNT_LIMIT"),
+)
+_HEADER = re.compile(
+    r"[ \t]*[\x21\x23-\x27\x2a\x2b\x2d\x2e\x30-\x39\x41-\x5a\x5e-\x7a\x7c\x7e]+[ \t]*="
+    r"[ \t]*[\x20\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*[ \t]*"
 )
 _EXPORT_TIMEOUT_S = 2.0
 """Shorter than the SDK's 10 s: a collector that is silent must not hold a full queue for long."""
@@ -80,8 +85,13 @@ def check() -> None:
     compressions = ("gzip",) if _protocol() == "grpc" else ("none", "gzip", "deflate")
     for name in _otlp("OTEL_EXPORTER_OTLP_COMPRESSION"):
         _check(name, lambda value: value.lower() in compressions, "is no compression of this protocol")
-    for name in (*_otlp("OTEL_EXPORTER_OTLP_HEADERS"), "OTEL_RESOURCE_ATTRIBUTES"):
-        _check(name, _is_pairs, "is not name=value,...")
+    _check("OTEL_RESOURCE_ATTRIBUTES", _is_pairs, "is not name=value,...")
+    for name in _otlp("OTEL_EXPORTER_OTLP_HEADERS"):
+        # They may be secrets: neither shown here, nor in the SDK's warning of those that it leaves out.
+        if not _are_headers(variable(name)):
+            raise ConfigError(f"{name}=(not shown): is not name=value,...")
+    for name in _otlp("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        _check(name, _is_endpoint, "is no address of a collector, as http://HOST:PORT")
     for name in (
         *_otlp("OTEL_EXPORTER_OTLP_CERTIFICATE"),
         *_otlp("OTEL_EXPORTER_OTLP_CLIENT_KEY"),
@@ -127,6 +137,23 @@ def _export_timeout_s() -> float:
 
 def _is_pairs(value: str) -> bool:
     return all("=" in pair for pair in value.split(",") if pair.strip())
+
+
+def _are_headers(value: str) -> bool:
+    """As the SDK takes them."""
+    return all(_HEADER.fullmatch(pair) for pair in value.split(",") if pair.strip())
+
+
+def _is_endpoint(value: str) -> bool:
+    """For gRPC what it resolves goes too, such as HOST:PORT or dns:///NAME:PORT."""
+    try:
+        url = urlsplit(value)
+        has_host = bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+    if url.scheme in ("http", "https"):
+        return has_host and not re.search(r"\s", value)
+    return _protocol() == "grpc" and not re.search(r"\s", value)
 
 
 def _check(name: str, is_valid: Callable[[str], bool], problem: str) -> None:

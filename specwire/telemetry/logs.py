@@ -27,6 +27,7 @@ logging.addLevelName(NOTICE, "NOTICE")
 STACKS_SIGNAL = signal.SIGUSR1
 _STDERR = 2
 _NO_TEXT = re.compile(r"[-+.0-9eEinfa]{1,32}|True|False|None")
+_MAX_FIELD_LEN = 128
 
 _OWN = vars(logging.makeLogRecord({})).keys() | {
     "message",
@@ -101,7 +102,16 @@ def refused(error: InvalidRequestError) -> dict[str, str]:
     """Extra fields of a record about a refusal: which field, its value unless it is a text, and why."""
     is_text = not _NO_TEXT.fullmatch(error.value)
     value = f"{len(error.value)} characters" if is_text else error.value
-    return {"field": error.field, "value": value, "reason": error.reason}
+    return {"field": shown(error.field), "value": value, "reason": error.reason}
+
+
+def shown(field: str) -> str:
+    """The name of a field as records have it: on one line and short, as a client may have made it up.
+
+    >>> shown("chat_template_kwargs.a\\nERROR")
+    'chat_template_kwargs.a\\\\nERROR'
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in field[:_MAX_FIELD_LEN])
 
 
 def report(error: Exception | str) -> None:

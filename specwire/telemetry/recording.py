@@ -41,7 +41,8 @@ loop for 5 ms at a time. Tokens/s over no tracing 0.949 with it, 0.935 without (
 0.85 to 0.98).
 """
 _NUM_CONTEXTS = 512
-_UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-00")
+_UNSAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f][02468ace]")
+"""The last bit says that it is sampled; the SDK sets others, such as that for random trace ids."""
 _KINDS = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
 _MAX_EVENTS = 128
 _UNSET = trace.Status(trace.StatusCode.UNSET)

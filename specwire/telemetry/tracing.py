@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from specwire.errors import ConfigError, SpecwireError
-from specwire.telemetry import environment
+from specwire.errors import ConfigError, InvalidRequestError, SpecwireError
+from specwire.telemetry import environment, logs
 from specwire.telemetry.propagation import NO_CONTEXT, W3C, Propagators, TraceContext
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
@@ -122,7 +122,7 @@ class Span:
     ) -> None:
         """End it; an exception marks it as failed."""
         if error is not None:
-            self.fail(error_type(error), str(error))
+            self.fail(error_type(error), described(error))
         self.end()
 
 
@@ -131,6 +131,13 @@ def error_type(error: BaseException) -> str:
     if isinstance(error, SpecwireError):
         return error.status
     return CANCELLED if isinstance(error, _CANCELLATIONS) else type(error).__name__
+
+
+def described(error: BaseException) -> str:
+    """What a span says of an error: of a refusal which field and why, as its message has a client's text."""
+    if not isinstance(error, InvalidRequestError):
+        return str(error)
+    return "{field}={value}: {reason}".format(**logs.refused(error))
 
 
 class Tracing:

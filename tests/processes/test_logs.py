@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specwire.errors import InvalidRequestError
 from specwire.telemetry import logs
 from tests.support.processes import Command, running, wait_until
 
@@ -86,6 +87,14 @@ def test_an_object_has_extra_fields_and_the_exception_in_one_string() -> None:
     assert fields["time"] == "1970-01-01T00:00:00.062Z"
     assert (fields["message"], fields["level"], fields["trace_id"]) == ("one of 2", "error", TRACE)
     assert fields["exception"].endswith("ValueError: line one\nline two")
+
+
+def test_a_field_that_a_client_made_up_stays_on_its_line_and_short() -> None:
+    error = InvalidRequestError("kwargs.a\nerror: forged\u2028" + "x" * 1000, 1, "is unknown")
+    field = logs.refused(error)["field"]
+    assert field.startswith(r"kwargs.a\nerror: forged\u2028xxx")
+    assert len(field) < 200
+    assert logs.shown("logit_bias['ä']") == "logit_bias['ä']"
 
 
 def test_what_an_error_of_a_child_is_read_from() -> None:

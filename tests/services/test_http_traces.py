@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,23 @@ def test_one_trace_from_the_request_to_the_coordinator(
     assert 0 < first_s < client.duration_ns / 1e9
     assert {"x-request-id": "mine", "tracestate": "vendor=1", "baggage": "user=7"}.items() <= metadata.items()
     assert metadata["traceparent"][3:52] == f"{client.trace_id}-{client.span_id}"
+
+
+@pytest.mark.parametrize("parent", ["", "00-" + "0" * 32 + "-" + "cd" * 8 + "-01"])
+def test_the_access_log_has_the_trace_that_begins_here(
+    here: Fronted, receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture, parent: str
+) -> None:
+    caplog.set_level(logging.INFO, "specwire.http.access")
+    headers = {"traceparent": parent} if parent else {}
+    assert post(here, **{"x-request-id": "mine"}, **headers).status_code == 200
+
+    def ended(spans: list[RecordedSpan]) -> list[RecordedSpan]:
+        return [span for span in spans if span.attributes.get("specwire.request_id") == "mine"]
+
+    trace_ids = {span.trace_id for span in ended(receiver.wait_for(ended))}
+    records = [vars(each) for each in caplog.records if vars(each).get("request_id") == "mine"]
+    [logged] = [each["trace_id"] for each in records if each["name"] == "specwire.http.access"]
+    assert trace_ids == {logged}
 
 
 def test_a_front_that_does_not_trace_passes_the_context_on(metadata: dict[str, str]) -> None:

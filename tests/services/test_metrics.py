@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import re
@@ -35,7 +36,7 @@ from specwire.completion import Stage
 from specwire.config.services import VerifyConfig
 from specwire.config.stack import UpConfig
 from specwire.engine.metrics import TABLE as ENGINE
-from specwire.errors import ConfigError, ResourceExhaustedError
+from specwire.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
 from specwire.http.metrics import TABLE as HTTP
 from specwire.telemetry.endpoint import PATH, MetricsEndpoint
 from specwire.telemetry.logs import TextFormatter
@@ -256,6 +257,29 @@ def test_requests_that_fail_are_counted_by_status(observed: Observed) -> None:
     assert num_requests(found, "CANCELLED") == 1, "who gives up at its deadline has not cancelled"
 
 
+def test_the_texts_of_a_search_are_tokens_that_come_at_once() -> None:
+    params = SamplingParams(max_tokens=8, num_beams=2, num_return_sequences=2, temperature=0, ignore_eos=True)
+    options = {"metrics_address": LOOPBACK}
+    with announced() as found, local_stack(TARGET, coordinator_options=options) as stack:
+        done = stack.client.generate(params=params, prompt_token_ids=PROMPT)
+        running = Observed(stack, {"coordinator": found[-1]})
+        after = running.ended(OK, 1)
+    assert value(after, "specwire_generation_tokens_total") == done.usage.completion_tokens == 16
+    assert value(after, "gen_ai_server_time_per_output_token_seconds_count") == 0
+
+
+def test_what_is_refused_at_the_door_is_counted(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(json.dumps({"name": "a", "sha256": hashlib.sha256(b"known").hexdigest()}))
+    options = {"metrics_address": LOOPBACK, "tokens": str(tokens)}
+    with announced() as found, local_stack(TARGET, coordinator_options=options) as stack:
+        running = Observed(stack, {"coordinator": found[-1]})
+        with Client(stack.address, token="unknown") as client, pytest.raises(UnauthenticatedError):
+            client.generate("x")
+        after = running.ended("UNAUTHENTICATED", 1)
+    assert num_requests(after, "UNAUTHENTICATED") == 1
+
+
 def test_scrapes_beside_running_streams(observed: Observed) -> None:
     with ThreadPoolExecutor(4) as threads:
         running = [threads.submit(observed.generate, 100 + i) for i in range(8)]
@@ -365,6 +389,14 @@ async def test_openmetrics_has_histograms_by_label_with_exemplars() -> None:
     assert STARTED_S <= float(exemplar.timestamp or 0) <= time.time()
 
 
+async def test_openmetrics_has_vllms_names() -> None:
+    table: tuple[Metric[object], ...] = (Gauge("vllm:num_requests_running", "Requests.", lambda _: 3),)
+    async with MetricsEndpoint(LOOPBACK, [Group(table, object)]) as endpoint:
+        text = (await endpoint.text(openmetrics=True)).decode()
+    [sample] = [line for line in text.splitlines() if "num_requests_running" in line and line[0] != "#"]
+    assert sample == "vllm:num_requests_running 3.0"
+
+
 @pytest.mark.parametrize(
     "accept", [b"", b"*/*", b"text/plain", b"text/plain, application/openmetrics-text; version=1.0.0; q=0.0"]
 )
@@ -448,6 +480,7 @@ def test_up_gives_each_service_a_port_of_its_own() -> None:
     assert UpConfig(metrics_address="127.0.0.1:0").metrics_addresses == ["127.0.0.1:0"] * 3
     assert UpConfig().metrics_addresses == [""] * 3
     fronted = UpConfig(metrics_address="127.0.0.1:9464", http_address="127.0.0.1:8080", replicas=2)
+    assert [fronted.verify(n).metrics_address for n in (0, 1)] == ["127.0.0.1:9466", "127.0.0.1:9467"]
     assert fronted.front().metrics_address == "127.0.0.1:9468"
 
 

@@ -127,6 +127,17 @@ def test_a_generation_that_finds_the_queue_full_is_traced_nowhere(monkeypatch: p
         assert [span.name for span in receiver.spans] == ["known"]
 
 
+@pytest.mark.parametrize("flags", ["00", "02"])
+def test_what_is_not_sampled_is_not_counted_as_dropped(monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    """The SDK sets the flag of random trace ids, 02, in what it does not sample, too."""
+    with full_tracer(monkeypatch) as tracer:
+        before = tracer.counts.num_dropped
+        parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-" + flags
+        for name in ("generate", "round"):
+            assert tracer.span(name, parent=parent).traceparent == parent
+        assert (tracer.counts.num_dropped, tracer.counts.num_untraced) == (before, 0)
+
+
 def test_a_sampler_that_asks_no_parent_drops_single_spans_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with full_tracer(monkeypatch, OTEL_TRACES_SAMPLER="always_on") as tracer:
         with tracer.span("generate") as root:

@@ -17,7 +17,7 @@ import pytest
 from opentelemetry import semconv
 
 import specwire
-from specwire.errors import ConfigError
+from specwire.errors import ConfigError, InvalidRequestError
 from specwire.telemetry import semantics, tracing
 from specwire.telemetry.propagation import W3C, TraceContext
 from tests.support.otlp_receiver import OtlpHttpReceiver, OtlpReceiver, refusing, silent
@@ -121,7 +121,9 @@ def test_without_being_asked_a_span_costs_nothing() -> None:
         ("OTEL_TRACES_EXPORTER", "zipkin"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
         ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"),
-        ("OTEL_EXPORTER_OTLP_HEADERS", "authorization"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "no url"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:99999"),
         ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere.pem"),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "2s"),
         ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0"),
@@ -144,6 +146,31 @@ def test_what_is_unknown_is_refused(name: str, value: str, monkeypatch: pytest.M
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         tracing.configure("test")
+
+
+def test_over_http_an_address_needs_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_ENDPOINT=localhost:4318"):
+        tracing.configure("test")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["authorization", "Authorization: Bearer s3cret", "Authorization: Basic s3cret=", "a=b,api key=s3cret"],
+)
+def test_a_header_is_refused_without_being_shown(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", value)
+    with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_HEADERS=\(not shown\)") as refused:
+        tracing.configure("test")
+    assert "s3cret" not in str(refused.value)
+
+
+def test_a_refusal_is_described_without_the_clients_text() -> None:
+    error = InvalidRequestError("grammar.regex", "s3cret(", "a ) is missing in 's3cret('")
+    assert tracing.described(error) == "grammar.regex=7 characters: INVALID_REQUEST"
+    assert tracing.described(ConfigError("as it is")) == "as it is"
 
 
 @pytest.mark.parametrize(

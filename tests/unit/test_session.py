@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from coordinator.cost import Cost
+from coordinator.tally import Tally
 from specwire.completion import Chunk, DraftTree, Token
 from specwire.core import Fate
 from specwire.http.answers import fates
 from specwire.rpc.wire import client as wire
 from tests.support.chunks import message_of
-from tests.support.rounds import received_chunks
+from tests.support.rounds import PLAIN, received_chunks
 
 
 def test_each_draft_token_names_its_source() -> None:
@@ -26,6 +30,14 @@ def test_each_draft_token_names_its_source() -> None:
     rejected = [(token.text, token.source) for chunk in chunks for token in chunk.rejected]
     assert rejected == [(" push", "ngram")]
     assert {chunk.tree for chunk in chunks} == {None}, "only who asks pays"
+
+
+def test_cached_tokens_are_those_of_the_prompt() -> None:
+    """A sequence that is opened again finds tokens of the output, too."""
+    tally = Tally()
+    for num_cached in (2, 0, 64):
+        tally.add(replace(PLAIN, verify_cost=Cost(num_cached_tokens=num_cached)))
+    assert (tally.num_cached_first, tally.num_cached_tokens) == (2, 66)
 
 
 def test_progress_has_the_rounds_tree_and_its_path() -> None:
