@@ -33,6 +33,8 @@ _SMOOTHING = 0.1
 class _Entry:
     client: Principal
     has_begun: bool
+    turn: int
+    """The last but one as it began to wait: a client of which nothing is known counts as served then."""
     admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -124,7 +126,7 @@ class Admission:
             return
         if not has_begun:
             self._make_room(client)
-        entry = _Entry(client, has_begun)
+        entry = _Entry(client, has_begun, self._num_turns - 1)
         self._waiting.append(entry)
         try:
             await entry.admitted
@@ -133,6 +135,7 @@ class Admission:
                 self._waiting.remove(entry)
             elif entry.admitted.done() and not entry.admitted.cancelled() and not entry.admitted.exception():
                 self._release(client.name)  # it was admitted just before it was cancelled
+            self._forget(client.name)
             raise
 
     def release(self, client: Principal, turn_s: float) -> None:
@@ -178,6 +181,7 @@ class Admission:
                 raise self._full()
             newest = next(entry for entry in reversed(new) if entry.client.name == greediest)
             self._waiting.remove(newest)
+            self._forget(greediest)
             newest.admitted.set_exception(self._full())
 
     def _full(self, why: str = "") -> ResourceExhaustedError:
@@ -199,7 +203,10 @@ class Admission:
             # Entries of one client keep their order.
             entry = min(
                 ready,
-                key=lambda each: (self._running[each.client.name], self._last_turn.get(each.client.name, 0)),
+                key=lambda each: (
+                    self._running[each.client.name],
+                    self._last_turn.get(each.client.name, each.turn),
+                ),
             )
             self._waiting.remove(entry)
             if not entry.admitted.done():
@@ -207,5 +214,9 @@ class Admission:
                 entry.admitted.set_result(None)
         if not self._running[client]:
             del self._running[client]
-            if all(entry.client.name != client for entry in self._waiting):
-                self._last_turn.pop(client, None)
+            self._forget(client)
+
+    def _forget(self, client: str) -> None:
+        """A client of which nothing runs or waits."""
+        if client not in self._running and all(entry.client.name != client for entry in self._waiting):
+            self._last_turn.pop(client, None)

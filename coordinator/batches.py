@@ -165,8 +165,11 @@ class BatchDrafter:
     def propose(self, rows: Sequence[StepRow | None]) -> list[list[int]]:
         """[num_rows] draft tokens to judge in the next step; of None, and where none are worth it, no tokens.
 
-        Blocks no longer than proposals are worth. What fails is logged, and costs proposals only.
+        Blocks no longer than proposals are worth. What fails is logged, and costs proposals only; so
+        does a step after the end.
         """
+        if not self._thread.is_alive():
+            return [[] for _ in rows]
         try:
             found: Future[list[list[int]]] = Future()
             asyncio.run_coroutine_threadsafe(self._propose(rows, clock.stopwatch_ns(), found), self._loop)
@@ -257,7 +260,7 @@ class BatchDrafter:
             if row is None or sequence is None:
                 continue
             token_ids = row.token_ids[len(sequence.committed) : row.num_tokens].tolist()
-            if sequence.committed:
+            if sequence.committed and token_ids:
                 done = sequence.judged(token_ids, step_cost)
                 self._counts.num_accepted_tokens += done.outcome.num_accepted
                 sequence.planner.observe(done, now_ns - sequence.begun_ns)

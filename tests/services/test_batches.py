@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -179,6 +180,25 @@ def test_prompts_in_parts_and_none_worth_drafting_get_nothing(drafts: BatchDraft
     assert drafts.propose([None, None]) == [[], []]
     found = drafts.propose([None, StepRow(tokens, 5, 1), StepRow(tokens, LONGEST - 1, 1)])
     assert (found[0], len(found[1]), found[2]) == ([], 4, [])  # the context has no room after the last
+
+
+def test_a_row_to_which_the_step_added_nothing_costs_no_other_its_proposal(drafts: BatchDrafter) -> None:
+    tokens = np.arange(3, LONGEST + 3, dtype=np.int32) % VOCAB_SIZE
+    rows = [StepRow(tokens, 5, 1), StepRow(tokens, 9, 1)]
+    found = drafts.propose(rows)
+    assert drafts.propose([StepRow(tokens, 5, 0), StepRow(tokens, 10, 1)])[0] == found[0]
+    assert len(drafts.propose([StepRow(tokens, 6, 1), StepRow(tokens, 11, 1)])[1]) == 4
+
+
+def test_after_the_end_there_is_nothing_and_no_wait(address: str) -> None:
+    drafts = drafter(address)
+    drafts.close()
+    found: list[list[list[int]]] = []
+    row = StepRow(np.array([5, 6, 7], dtype=np.int32), 3, 1)
+    asking = threading.Thread(target=lambda: found.append(drafts.propose([row, None])), daemon=True)
+    asking.start()
+    asking.join(5)
+    assert found == [[[], []]]
 
 
 def test_what_was_prepared_needs_no_request(address: str, texts: list[tuple[list[int], list[int]]]) -> None:

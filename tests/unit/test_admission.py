@@ -87,6 +87,31 @@ async def test_one_request_does_not_wait_behind_another_clients_many() -> None:
     await work.all_end()
 
 
+async def test_clients_that_come_again_at_once_do_not_pass_one_that_waits() -> None:
+    """Two send their next request when the last one has ended, while requests of a third one wait."""
+    work = Work(max_running=1, max_waiting=100)
+    await work.submit("a", "a0")
+    await work.submit("c", "c0")
+    await work.submit("many", *(f"m{i}" for i in range(4)))
+    for _ in range(9):
+        name = work.started[-1]
+        await work.tell("end", name)
+        if name[0] != "m":
+            await work.submit(name[0], f"{name[0]}{int(name[1:]) + 1}")
+    assert work.started[:6] == ["a0", "c0", "m0", "a1", "c1", "m1"]
+    await work.all_end()
+
+
+async def test_nothing_is_kept_of_clients_that_are_gone() -> None:
+    work = Work(max_running=1, max_waiting=8)
+    await work.submit("a", "a0")
+    await work.submit("b", "b0")
+    await work.submit("a", "a1")
+    await work.tell("end", "a0")
+    await work.all_are_cancelled()
+    assert not work.admission._last_turn
+
+
 async def test_a_full_queue_is_cleared_at_the_cost_of_who_fills_it() -> None:
     work = Work(max_running=1, max_waiting=3)
     await work.submit("many", *(f"m{i}" for i in range(4)))
