@@ -18,6 +18,7 @@ import transformers
 from transformers import core_model_loading
 
 from specwire.engine import private
+from specwire.engine.model import recurrent
 from specwire.rpc import private as rpc_private
 from specwire.v1 import common_pb2
 from tests.support.imports import ROOT, sources
@@ -31,6 +32,16 @@ def test_transformers_sets_weights_by_a_function_that_names_them() -> None:
         "specwire/engine/group/quantised.py uses it of transformers, which is now "
         f"{transformers.__version__}: find what sets a weight that was read, and cut it after that"
     )
+
+
+@pytest.mark.parametrize("name", ["cache", "cache_params", "past_key_values"])
+def test_a_cache_is_handed_over_by_the_name_that_a_version_of_transformers_has(name: str) -> None:
+    taken = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("hidden_states", name)]
+
+    def forward(**_: object) -> None: ...
+
+    forward.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    assert recurrent.cache_name(forward) == name
 
 
 def test_torch_has_the_operators_that_pack_weights() -> None:

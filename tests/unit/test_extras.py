@@ -7,16 +7,20 @@ import subprocess
 import sys
 import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from specwire.config import extras
 from specwire.errors import ConfigError
+from specwire.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.imports import ROOT
 
-OPTIONAL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OPTIONAL = PROJECT["optional-dependencies"]
 HIDDEN = """\
 import runpy, sys
 sys.modules[{module!r}] = None
@@ -62,3 +66,14 @@ def test_a_package_without_its_parent_is_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"receiving spans needs .*\(opentelemetry.sdk is missing\)"):
         extras.require("receiving spans", "tracing")
+
+
+def test_the_lowest_versions_run_the_generated_code() -> None:
+    """Which refuses to be imported by a runtime that is older than what generated it."""
+    generated = Path(generation_pb2.__file__).read_text()
+    [numbers] = re.findall(r"Domain\.PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+)", generated)
+    needed = {"grpcio": generation_pb2_grpc.GRPC_GENERATED_VERSION, "protobuf": ".".join(numbers)}
+    bounds = {each.name: each.specifier for each in map(Requirement, PROJECT["dependencies"])}
+    for name, version in needed.items():
+        [bound] = bounds[name]
+        assert Version(bound.version) >= Version(version), name

@@ -118,7 +118,7 @@ class TestReading:
             ("", ": is empty"),
             ("hello", ", line 1: is not JSON (Expecting value)"),
             ("{}\n{}\n{,}\n", ", line 3: is not JSON"),
-            ('[\n{"resourceSpans": []},\n]', ", line 3: is not JSON"),
+            ('[\n{"resourceSpans": []},\n,]', ", line 3: is not JSON"),
             ("[" * 100_000, ", line 1: is not JSON"),
             ("5", ", line 1: is neither OTLP's traces nor a download from Jaeger"),
             ('{"resourceLogs": []}', "nor a download from Jaeger (no 'resourceSpans')"),

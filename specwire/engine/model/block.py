@@ -34,7 +34,7 @@ from specwire.engine.attention.probe import LayerShape, Probe
 from specwire.engine.batch import Batch
 from specwire.engine.cache.layer_cache import LayerCache, Scoring
 from specwire.engine.device import DraftQuery, DraftShape
-from specwire.engine.model import loading
+from specwire.engine.model import loading, recurrent
 from specwire.engine.model.drafter import KeepingRunner, check_drafts, read_tensors, target_ids
 from specwire.engine.model.packing import pack_linears
 from specwire.engine.model.runner import num_embeddings
@@ -233,7 +233,7 @@ def _reference(
             noise_embeds=runner.embedded(runner.block(tokens[-1:])),
             context_hidden_states=torch.cat([shown[i + 1] for i in config.target_layer_ids], dim=-1),
             position_ids=torch.arange(num_before + config.block_size, device=model.device)[None],
-            past_key_values=cache,
+            **{recurrent.cache_name(drafter.layers.forward): cache},
         ).last_hidden_state
         return runner.logits(states[0, drafter.first :])[:, columns]
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForSeq2SeqLM, EncoderDecoderCache
 from specwire.engine.attention import paged as attention
 from specwire.engine.attention.encoded import DecoderBatch, DecoderProbe, EncoderPass
 from specwire.engine.batch import Batch, EncoderInputs
-from specwire.engine.model import loading
+from specwire.engine.model import loading, recurrent
 from specwire.engine.model.runner import ModelRunner, num_embeddings
 from specwire.errors import ModelLoadError
 from specwire.rule.transfer import to_device
@@ -91,6 +91,7 @@ class EncoderDecoderRunner(ModelRunner):
         self, model: Any, *, num_pages: int | Callable[[int, int], int], page_size: int = 16
     ) -> None:
         self._positions: Tensor | None = None  # of the pass that runs
+        self._cache_name = recurrent.cache_name(model.forward)
         for module in model.get_decoder().modules():
             if getattr(module, "has_relative_attention_bias", False):
                 self._bias_by_distance(module)
@@ -149,14 +150,15 @@ class EncoderDecoderRunner(ModelRunner):
             token_ids, positions: int64 [num_tokens].
             states: of the inputs whose keys and values the cross-attentions are to compute.
         """
+        known = {} if states.shape[1] else {self._cache_name: _Known(token_ids.new_empty(1, 1, 0, 1))}
         self._positions = positions
         try:
             with attention.running(packed):
                 output = self.model(
                     encoder_outputs=(states,),
                     decoder_input_ids=token_ids[None],
-                    past_key_values=_Known(token_ids.new_empty(1, 1, 0, 1)) if not states.shape[1] else None,
                     use_cache=False,
+                    **known,
                 )
         finally:
             self._positions = None

@@ -33,7 +33,7 @@ from specwire.engine.model import lora
 from specwire.errors import ModelLoadError
 
 _UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
-_CACHE_NAMES = ("cache_params", "past_key_values")
+_CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 MOST_STATES = 3
 """Of a sequence, see `Recurrence.keep`."""
