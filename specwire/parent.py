@@ -11,9 +11,21 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _NAME = "_SPECWIRE_PARENT"
 _PR_SET_PDEATHSIG = 1
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(*args: str) -> list[str]:
+    """The command line of a child that runs this Python.
+
+    By itself Python looks into the working directory first, with -m and -c, and would take a user's file or
+    folder there for a module of its own or of ours that has this name.
+    """
+    is_ours = os.path.exists(os.curdir) and os.path.samefile(os.curdir, _ROOT)
+    return [sys.executable, *([] if is_ours else ["-P"]), *args]
 
 
 def environment() -> dict[str, str]:

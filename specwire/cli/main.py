@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in _SERVICES:
         if os.getpid() == 1:  # without its handlers signals would be ignored; the service unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        os.execv(sys.executable, [sys.executable, "-m", _SERVICES[argv[0]], *argv[1:]])
+        os.execv(sys.executable, parent.python("-m", _SERVICES[argv[0]], *argv[1:]))
     args = argparse.Namespace()
     try:
         _parser().parse_args(argv, args)

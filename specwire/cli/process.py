@@ -54,7 +54,7 @@ class Service:
         words = [*self._flags, *more]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, *words],
+            parent.python("-m", self.module, *words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

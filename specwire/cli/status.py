@@ -43,9 +43,10 @@ def show(settings: ClientConfig) -> str:
         target, draft = client.get_model_info()
         status = client.get_status()
     why = target.why_not_reproducible
+    own = target.own_source and f"the target's own {target.own_source}"
     lines = {
         "target": target.summary,
-        "draft": status.draft_unavailable or (draft.summary if draft else "none"),
+        "draft": own or status.draft_unavailable or (draft.summary if draft else "none"),
         "generations": f"{status.num_running} running, {status.num_waiting} waiting, "
         f"{status.num_finished} finished",
         "reproducible": f"false: {why}" if why else "true, at temperature 0 or under rule gumbel",

@@ -178,7 +178,7 @@ class SpeculationConfig(CheckedConfig):
     rule: str = option(
         AUTO,
         "rule of requests that name none; auto takes gumbel for a given seed, else kseq where that is "
-        "selected, else gumbel for a far draft, else block",
+        "selected, else gumbel for a far draft or one in the target's process, else block",
         check=one_of(*RULES),
     )
     chat_template: str = option(

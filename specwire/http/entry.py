@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -200,7 +201,7 @@ def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = No
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
     """The first error, in OpenAI's format; of a union, that of the branch that went furthest."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_context=False)
     place = _place(errors[0])
     first = max((each for each in errors if _place(each)[: len(place)] == place), key=_progress)
     kind, param = first["type"], _path(first["loc"], unknown=first["type"] == "extra_forbidden")
@@ -214,7 +215,9 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
     if not param:
         return ApiError(400, f"the body is not a JSON object: {first['msg']}", code="invalid_json")
     code = "unsupported_value" if kind in _UNSUPPORTED else "invalid_value"
-    return ApiError(400, f"{param}: {first['msg']}", param=param, code=code)
+    value = first["input"]
+    given = f"={json.dumps(value)}" if isinstance(value, int | float) else ""  # no texts of clients
+    return ApiError(400, f"{param}{given}: {first['msg']}", param=param, code=code)
 
 
 def _place(error: Any) -> list[str | int]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from specwire import Rule, SamplingParams
+from specwire.cli import status
+from specwire.config.client import ClientConfig
 from specwire.engine import chosen, models
 from specwire.engine.boot import ModelService
 from specwire.engine.model import chains
@@ -86,6 +88,11 @@ def stacks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         drafting, verify = runner(services), services["verify"]
         is_asked, prepares = request.param == "asked", request.param == "prepared"
         yield Stacks(host, device, drafting, on_host, verify, is_asked, prepares)
+
+
+def test_the_status_says_what_drafts(stacks: Stacks) -> None:
+    said = "draft (" if stacks.host.draft_address else "the target's own draft_model\n"
+    assert f"\ndraft: {said}" in status.show(ClientConfig(server=stacks.host.address))
 
 
 @pytest.mark.sample(8)

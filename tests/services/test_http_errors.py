@@ -117,6 +117,12 @@ def test_refused_by_name(here: Fronted, path: str, fields: dict[str, Any], param
     assert path == CHAT or param.partition("[")[0] in error["message"]
 
 
+@pytest.mark.parametrize(("field", "value"), [("n", 129), ("logprobs", 21), ("echo", 2), ("best_of", 2)])
+def test_numbers_are_named(here: Fronted, field: str, value: int) -> None:
+    _, error, _ = post(here, COMPLETIONS, completion(here, **{field: value}))
+    assert error["message"].startswith(f"{field}={value}: ")
+
+
 @pytest.mark.parametrize(
     ("message", "param", "said"),
     [

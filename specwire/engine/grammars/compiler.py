@@ -7,7 +7,6 @@ import os
 import pickle
 import select
 import subprocess
-import sys
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -129,7 +128,7 @@ class Grammars:
 
     def _started(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from {helper.__name__} import main; main()"],
+            parent.python("-c", f"from {helper.__name__} import main; main()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | parent.environment(),

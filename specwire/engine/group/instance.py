@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from specwire import parent
 from specwire.errors import ConfigError
 
 # The object store is not used, but has a minimum size.
@@ -57,7 +58,7 @@ class Instance:
     def __init__(self, num_cpus: int) -> None:
         """Start it; wait with `ready`."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(num_cpus)],
+            parent.python("-m", __name__, str(num_cpus)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | isolated_environ(),
