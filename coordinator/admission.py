@@ -166,7 +166,8 @@ class Admission:
 
     def _make_room(self, client: Principal) -> None:
         """For one more that waits."""
-        new = [entry for entry in self._waiting if not entry.has_begun]
+        # One that was cancelled in this turn of the loop is still listed, and waits no more.
+        new = [entry for entry in self._waiting if not (entry.has_begun or entry.admitted.done())]
         if client.max_waiting is not None:
             num_own = sum(entry.client.name == client.name for entry in new)
             if num_own >= client.max_waiting:

@@ -140,13 +140,19 @@ class BatchDrafter:
         )
         self._loop = asyncio.new_event_loop()
         self._idle: asyncio.TimerHandle | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, name="specwire", daemon=True)
+        self._turn = threading.Lock()  # a step is not ended within
+        self._thread = threading.Thread(target=self._serve, name="specwire", daemon=True)
         self._thread.start()
         try:
             self._pool = self._run(self._connected())
         except BaseException:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._end_thread()
             raise
+
+    def _serve(self) -> None:
+        """Tasks that are left in the end are cancelled, and the loop is closed."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
 
     def _run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -168,15 +174,16 @@ class BatchDrafter:
         Blocks no longer than proposals are worth. What fails is logged, and costs proposals only; so
         does a step after the end.
         """
-        if not self._thread.is_alive():
-            return [[] for _ in rows]
-        try:
-            found: Future[list[list[int]]] = Future()
-            asyncio.run_coroutine_threadsafe(self._propose(rows, clock.stopwatch_ns(), found), self._loop)
-            return found.result()
-        except Exception:
-            log.exception("no proposals in this step")
-            return [[] for _ in rows]
+        with self._turn:
+            if not self._thread.is_alive():
+                return [[] for _ in rows]
+            try:
+                found: Future[list[list[int]]] = Future()
+                asyncio.run_coroutine_threadsafe(self._propose(rows, clock.stopwatch_ns(), found), self._loop)
+                return found.result()
+            except Exception:
+                log.exception("no proposals in this step")
+                return [[] for _ in rows]
 
     def take_counts(self) -> Counts:
         """What became of proposals since the last time; between steps."""
@@ -184,16 +191,24 @@ class BatchDrafter:
         return counts
 
     def close(self) -> None:
-        """Close all sequences and connections, and end the thread; once closed, do nothing."""
-        if self._thread.is_alive():
-            self._run(self._close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        """Close all sequences and connections, and end the thread, after a step that runs; once closed, do
+        nothing."""
+        with self._turn:
+            if self._thread.is_alive():
+                self._run(self._close())
+                self._end_thread()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     async def _close(self) -> None:
         self._end_all()
         await self._pool.close()
         self._tracer.shutdown()
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        if running:  # gRPC's own, which end with its calls
+            await asyncio.wait(running, timeout=1.0)
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -274,10 +289,10 @@ class BatchDrafter:
         has_prompts = len(judged) < num_rows
         if judged and not has_prompts:
             self._costs.add(size, step_ns)
-        base_ns, (sequence_ns, token_ns) = self._costs.base, self._costs.rates
+        sequence_ns, token_ns = self._costs.rates
         return Load(
             num_sequences=max(1, len(judged)),
-            base_ns=max(1, int(base_ns)) if base_ns or sequence_ns or token_ns else 0,
+            base_ns=int(self._costs.known_base),
             sequence_ns=int(sequence_ns),
             token_ns=int(token_ns),
             prefill_ns=max(0, step_ns - int(self._costs.predict(size))) if has_prompts else 0,

@@ -72,6 +72,9 @@ of its proposals were prepared, and 0.86 under Gumbel coupling. With a wait of w
 """
 _SHARE_ROUNDS = 100
 """Rounds that what streams get of an average text's tokens is averaged over, about."""
+_SHARE_LASTS_S = 60.0
+"""Seconds of plain decoding after which what is known of that has fallen to a third. It is low after texts
+have changed, and nothing would correct it where it rules out that anything is drafted."""
 _REFRESH_ROUNDS = 8
 """Rounds between two updates of the prospects, which all streams read in every round; with more than 32
 streams, a quarter of them."""
@@ -185,6 +188,7 @@ class SharedChoice:
         # Seconds: so far; that trials may lose; that they were expected to lose.
         self._now = self._earned = self._spent = 0.0
         self._num_rounds = self._refresh_at = self._learn_at = self.num_trials = 0
+        self._num_scaled = 0  # streams that costs were last scaled to
         self.why_not = ""
 
     # --- for planners -------------------------------------------------------------------------------
@@ -281,6 +285,8 @@ class SharedChoice:
         block.num_sequences = self.costs.num_sequences
         if block.is_plain:
             block.way = PLAIN  # as streams chose for their own texts
+            lost = 1 - math.exp(-block.time_ns / 1e9 / self._num_streams / _SHARE_LASTS_S)
+            self._share += lost * (1 - self._share)
         elif not among.is_fixed:
             self._learn_share(block)
         self._measured[block.way] = block.num_tokens / block.time_ns
@@ -300,8 +306,9 @@ class SharedChoice:
     def _entered(self, among: Among, before: _Held | None) -> _Held:
         """With a new number of streams, or for the first time: the way of which the most is expected, unless
         another one was to be tried."""
-        if before is not None:
-            self.costs.rescale(self._num_streams, before.num_streams)
+        if self._num_scaled:  # once, however many choose among others
+            self.costs.rescale(self._num_streams, self._num_scaled)
+        self._num_scaled = self._num_streams
         ways = self._open(among)
         if not self.are_known:
             way = before.best if before and before.best in ways else ways[0]
@@ -322,6 +329,8 @@ class SharedChoice:
         best = max(known, key=merits.__getitem__)
         if held.best in ways and merits[best] - merits[ways.index(held.best)] < math.log(CHANGE_RATIO):
             best = ways.index(held.best)
+        if held.block.is_plain and held.way.drafts and not held.way.prepares and PLAIN in ways:
+            best = ways.index(PLAIN)  # no stream drafted: what more it promises has to be tried
         tried = self._worth_a_trial(ways, merits, covariance, best, held.block)
         self.num_trials += tried != best and ways[tried] != held.way
         if log.isEnabledFor(logging.DEBUG):

@@ -290,6 +290,9 @@ class SharedLink:
         for sequence_id, answer in answers:
             receiver = self._receivers.get(sequence_id)
             if receiver is None:
+                if not 0 < sequence_id <= self._last_id:  # whose answer it is cannot be known
+                    problem = f"the service answers sequence {sequence_id}, which was never opened"
+                    raise ServiceUnavailableError(problem)
                 continue  # closed while it was under way
             if isinstance(answer, SpecwireError):
                 del self._receivers[sequence_id]

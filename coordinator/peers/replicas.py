@@ -25,6 +25,7 @@ MAX_KNOWN_PAGES = 1 << 14
 _SLACK_RATIO = 1.5
 _SLACK_STREAMS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MAX_DOUBLINGS = 6  # the longest pause is reached; a service may fail any number of times
 _MAX_COST_RATIO = 8.0
 """A proposal that takes so many times what others took is not waited for, whatever it saves."""
 
@@ -130,7 +131,8 @@ class Replica(abc.ABC):
         if not self.unavailable:
             self.num_lost += 1
             self.num_failures += 1
-            pause_s = _FIRST_PAUSE_S * 2 ** (self.num_failures - 2) if self.num_failures > 1 else 0.0
+            num_doublings = min(self.num_failures - 2, _MAX_DOUBLINGS)
+            pause_s = _FIRST_PAUSE_S * 2**num_doublings if self.num_failures > 1 else 0.0
             self._not_before_s = clock.stopwatch_ns() / 1e9 + min(pause_s, _LONGEST_PAUSE_S)
             if self._link is not None:
                 self._link.retire()

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _MAY_BE_RETRIED = (PrefixMismatchError, ServiceUnavailableError, ResourceExhaustedError)
 
+_NOT_ASKED = "the service answers what it was not asked"
 _MAX_AHEAD = 128
 """Proposals ahead of a sequence that are remembered: the 64 that the peer keeps, and those on their way. And
 most answers to them that may come before they are asked for."""
@@ -154,7 +155,9 @@ class _VerifySequence:
         elif self._last_own_id <= answer.ahead_id <= self._last_ahead_id and answer.ahead_id:
             self._early[answer.ahead_id] = answer, num_bytes
             if len(self._early) > _MAX_AHEAD:
-                self.failed(ServiceUnavailableError("the service answers what it was not asked"))
+                self.failed(ServiceUnavailableError(_NOT_ASKED))
+        elif not is_asked:  # the answer to what was asked may not come any more
+            self.failed(ServiceUnavailableError(_NOT_ASKED))
 
     def failed(self, error: SpecwireError) -> None:
         self._error = error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -305,8 +306,10 @@ class Client:
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
-        self._calling = threading.Lock()
+        # Within a call the garbage collector may close a generator, and a stream with it.
+        self._calling = threading.RLock()
         self._closed = False
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="specwire-client", daemon=True)
         self._thread.start()
         options = {"timeout_s": timeout_s, "retry": retry, "tls": tls, "token": token, "tracer": tracer}
@@ -324,7 +327,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the channel and end the thread; running generations are cancelled."""
+        """Close the channel and end the thread; running generations are cancelled. In a process that was
+        forked, which has neither, do nothing."""
+        if os.getpid() != self._process_id:
+            return
         with self._closing:
             if self._closed:
                 return
@@ -364,7 +370,9 @@ class Client:
             yield Stream(stream, self._run)
         finally:
             # At interpreter exit the thread is gone, and `close` has cancelled the stream already.
-            if not sys.is_finalizing():
+            if threading.current_thread() is self._thread:  # closed by the garbage collector, there by chance
+                self._loop.create_task(context.__aexit__(None, None, None))
+            elif not sys.is_finalizing():
                 with contextlib.suppress(SpecwireError):
                     self._run(context.__aexit__(None, None, None))
 
@@ -411,6 +419,9 @@ class Client:
             await asyncio.wait(running, timeout=1.0)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if os.getpid() != self._process_id:
+            work.close()
+            raise RequestCancelledError("the client is that of the process before a fork; make one after it")
         with self._calling:
             if self._closed:
                 work.close()

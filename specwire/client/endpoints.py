@@ -88,12 +88,16 @@ class Endpoints:
     def __init__(self, endpoints: Sequence[Endpoint], retry: RetryPolicy) -> None:
         self._endpoints = endpoints
         self._retry = retry
+        self._is_closed = False
         self.preferred = 0
 
     def __len__(self) -> int:
         return len(self._endpoints)
 
     def __getitem__(self, index: int) -> Endpoint:
+        """Raises RequestCancelledError once they are closed."""
+        if self._is_closed:
+            raise RequestCancelledError("the client is closed")
         return self._endpoints[index]
 
     async def unary(
@@ -112,6 +116,12 @@ class Endpoints:
                 answer = await getattr(stub, method)(request, timeout=ends_s - now_s(), metadata=metadata)
             except grpc.RpcError as error:
                 problem = self[index].problem(error, stub)
+            except asyncio.CancelledError:
+                # Either the caller's own task is cancelled, or the call, by `close`.
+                task = asyncio.current_task()
+                if not self._is_closed or (task is not None and task.cancelling()):
+                    raise
+                raise RequestCancelledError("the client is closed") from None
             else:
                 self.preferred = index
                 return answer
@@ -129,5 +139,6 @@ class Endpoints:
             index, pause_s = turn
 
     async def close(self) -> None:
+        self._is_closed = True
         for endpoint in self._endpoints:
             await endpoint.close()

@@ -58,10 +58,13 @@ class Part:
 
     async def connect(self, timeout_s: float) -> None:
         """Wait for the connection; errors as for `read`."""
+        connecting = asyncio.ensure_future(self._call.wait_for_connection())
+        # gRPC would go on waiting for the connection of a call that is cancelled before it has begun.
+        self._call.add_done_callback(lambda call: call.cancelled() and connecting.cancel())
         try:
             with self._translated():
                 async with asyncio.timeout(timeout_s):
-                    await self._call.wait_for_connection()
+                    await connecting
         except TimeoutError:  # ours, or the call's, whose deadline is no earlier
             self.cancel()
             why = f"nothing serves at {self._endpoint.address} (no connection in time)"

@@ -265,7 +265,7 @@ class Engine:
 
     def load(self, job: Job | None = None) -> Load:
         """The load that a job met which has just ended, if one is given, and the fitted cost of steps."""
-        pass_ns = (self._costs.base, *self._costs.rates)
+        pass_ns = (self._costs.known_base, *self._costs.rates)
         draft_ns = (self._draft_costs.base, *self._draft_costs.rates)
         costs = map(int, (*pass_ns, *draft_ns, self._prefill_ns, self._draft_prefill_ns))
         return Load(self._num_waiting, job.batch_size if job else 1, *costs)

@@ -59,7 +59,7 @@ def measure_draft(runner: Any) -> CostModel:
 def as_load(costs: CostModel, draft_costs: CostModel | None) -> Load:
     """What both measured, for a handshake."""
     of_draft = (draft_costs.base, *draft_costs.rates) if draft_costs else ()
-    return Load(0, 1, *map(int, (costs.base, *costs.rates, *of_draft)))
+    return Load(0, 1, *map(int, (costs.known_base, *costs.rates, *of_draft)))
 
 
 def _draft_measured(runner: Any) -> Iterator[tuple[tuple[int, int], float]]:

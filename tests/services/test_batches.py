@@ -24,6 +24,7 @@ from specwire.cli.process import Service
 from specwire.config.services import CoordinatorConfig, DraftConfig
 from specwire.core import ModelInfo
 from specwire.errors import ConfigError, HandshakeError, ServiceUnavailableError
+from specwire.rpc import descriptors
 from specwire.vllm import check_version, read_options
 from tests.support.harness import LOOPBACK, handshake, local_stack, on_own_loop
 from tests.support.processes import wait_until
@@ -199,6 +200,33 @@ def test_after_the_end_there_is_nothing_and_no_wait(address: str) -> None:
     asking.start()
     asking.join(5)
     assert found == [[[], []]]
+
+
+def test_the_end_waits_for_a_step(address: str) -> None:
+    """A step that other threads end meanwhile has its proposals, and no descriptor is left."""
+    num_open = descriptors.num_open()
+    drafts, done = drafter(address), threading.Event()
+    row = StepRow(np.array([5, 6, 7], dtype=np.int32), 3, 1)
+
+    def ask() -> None:
+        while not done.is_set():
+            drafts.propose([row, None])
+
+    asking, *closing = (
+        threading.Thread(target=each, daemon=True) for each in (ask, drafts.close, drafts.close)
+    )
+    asking.start()
+    time.sleep(0.1)
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(5)
+    done.set()
+    asking.join(5)
+    assert not any(thread.is_alive() for thread in (asking, *closing))
+    with pytest.raises(ServiceUnavailableError):
+        drafter("127.0.0.1:1")
+    assert descriptors.num_open() <= num_open
 
 
 def test_what_was_prepared_needs_no_request(address: str, texts: list[tuple[list[int], list[int]]]) -> None:

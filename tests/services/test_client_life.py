@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import inspect
+import os
 import re
 import socket
 import subprocess
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 
 from specwire import (
+    AsyncClient,
     Client,
     Completion,
     DeadlineExceededError,
@@ -26,6 +30,7 @@ from specwire import (
     SamplingParams,
     ServiceUnavailableError,
 )
+from specwire.client.streaming import Part
 from specwire.rpc import channel
 from tests.support.harness import LocalStack, local_stack
 
@@ -267,3 +272,82 @@ def test_a_stop_without_grace_is_a_typed_error() -> None:
             assert running.wait(30)
         with pytest.raises(GenerationLostError):
             reading.result(10)
+
+
+class TestCollected:
+    """A generator that nobody closes is closed by the garbage collector, on any thread at any time."""
+
+    @staticmethod
+    def abandon(client: Client) -> None:
+        def tokens() -> Iterator[Any]:
+            with client.stream(PROMPT, ENDLESS) as stream:
+                yield from stream
+
+        generator = tokens()
+        next(generator)
+        cycle: list[Any] = [generator]
+        cycle.append(cycle)
+
+    def test_on_the_clients_own_thread(self, stack: LocalStack) -> None:
+        with Client(stack.address) as client:
+            self.abandon(client)
+            client._loop.call_soon_threadsafe(gc.collect)
+            assert client.get_status(timeout_s=5)
+            stack.assert_idle_within(2.0)
+
+    def test_within_a_call(self, stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        submit = asyncio.run_coroutine_threadsafe
+
+        def collecting(*args: Any) -> Any:
+            gc.collect()
+            return submit(*args)
+
+        with Client(stack.address) as client:
+            self.abandon(client)
+            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", collecting)
+            with ThreadPoolExecutor() as other:
+                assert other.submit(client.get_status).result(10)
+            stack.assert_idle_within(2.0)
+
+
+class TestClosed:
+    async def test_while_it_connects_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """gRPC does not end the wait for a connection of a call that is cancelled before it has begun."""
+        connect = Part.connect
+
+        async def cancelled(self: Part, timeout_s: float) -> None:
+            self.cancel()
+            await connect(self, timeout_s)
+
+        monkeypatch.setattr(Part, "connect", cancelled)
+        async with AsyncClient([UNREACHABLE, UNREACHABLE.replace(":1", ":2")]) as client, asyncio.timeout(5):
+            with pytest.raises(RequestCancelledError):
+                await client.generate(PROMPT)
+
+    async def test_calls_of_a_closed_client_are_refused(self, stack: LocalStack) -> None:
+        client = AsyncClient(stack.address)
+        calls = [asyncio.create_task(call()) for call in (client.get_status, client.get_model_info)]
+        await asyncio.sleep(0)
+        await client.close()
+        calls += [asyncio.create_task(client.get_status()), asyncio.create_task(client.generate(PROMPT))]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in found] == [RequestCancelledError] * 4
+
+    def test_after_a_fork(self, stack: LocalStack) -> None:
+        """Refused in the child, where it would wait for a thread that is not there."""
+        with Client(stack.address) as client:
+            child = os.fork()
+            if not child:
+                try:
+                    client.get_status()
+                except RequestCancelledError:
+                    client.close()
+                    os._exit(0)
+                os._exit(1)
+            ends_s = time.monotonic() + 5
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < ends_s:
+                time.sleep(0.01)
+            if ended == (0, 0):
+                os.kill(child, 9)
+            assert ended == (child, 0)
+            assert client.get_status()

@@ -308,3 +308,46 @@ def test_a_stranger_at_the_address_of_verify(
         pytest.raises(ServiceUnavailableError, match=said),
     ):
         next(iter(stream))
+
+
+def with_another_id(message: Any) -> None:
+    for entry in message.logprobs:
+        entry.token_ids += b"\xff\xff\xff\xff"
+        entry.values += b"\0\0\x80\xbf"  # -1
+
+
+def without_numbers(message: Any) -> None:
+    for entry in message.logprobs:
+        entry.values = b"\0\0\xc0\x7f" * (len(entry.values) // 4)
+
+
+def less_than_nothing_cached(message: Any) -> None:
+    message.num_cached_tokens[:] = [-5] * len(message.num_cached_tokens)
+
+
+def of_another_request(message: Any) -> None:
+    message.request_ids[:] = [each + 7 for each in message.request_ids]
+
+
+def of_no_sequence(message: Any) -> None:
+    message.sequence_ids[:] = [each + 1000 for each in message.sequence_ids]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_another_id, "outside the vocabulary"),
+        (without_numbers, "logprobs.values=nan"),
+        (less_than_nothing_cached, "num_cached_tokens=-5"),
+        (of_another_request, "answers what it was not asked"),
+        (of_no_sequence, "never opened"),
+    ],
+)
+def test_what_would_reach_the_client_or_be_waited_for_in_vain(
+    stack: LocalStack, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None], said: str
+) -> None:
+    """The replica has failed: no error without a type, nothing that no target says, and no endless wait."""
+    changed(monkeypatch, verify_wire, "response_to_proto", change)
+    asked = dataclasses.replace(params(Rule.GUMBEL), logprobs=2)
+    with pytest.raises(ServiceUnavailableError, match=said):
+        stack.client.generate(prompt_token_ids=PROMPT, params=asked, timeout_s=10.0)

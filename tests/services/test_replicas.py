@@ -93,6 +93,16 @@ class TestTrials:
             assert not replica.unavailable, "the first loss after an answer may be a restart"
             assert replica.num_lost == 5
 
+    def test_lost_for_hours(self) -> None:
+        now_s = 0.0
+        with clock.simulated(lambda: int(now_s * 1e9)):
+            replica = Fake("a")
+            for _ in range(1100):
+                replica.mark_lost("its device fails")
+                now_s += 60.1
+                replica.mark_ready(self.INFO)
+                assert not replica.unavailable
+
     @pytest.mark.parametrize("is_needed", [True, False])
     def test_one_stream_at_a_time_tries_it(self, is_needed: bool) -> None:
         drafts = Pool("draft", "", lambda _: Fake("none"), is_needed=is_needed)

@@ -141,6 +141,18 @@ async def test_cancelled_while_waiting_or_just_admitted_leaks_no_place() -> None
     await work.all_end()
 
 
+async def test_one_that_is_cancelled_as_another_comes_makes_room_for_it() -> None:
+    work = Work(max_running=1, max_waiting=2)
+    await work.submit("many", "m0", "m1", "m2")
+    coming = asyncio.create_task(work.submit("few", "f0"))
+    await asyncio.sleep(0)  # its task is to run next ...
+    work.tasks.pop("m2").cancel()  # ... and this one after it
+    await coming
+    assert work.admission.num_waiting == 2
+    await work.all_end()
+    assert sorted(work.started) == ["f0", "m0", "m1"]
+
+
 async def test_a_client_with_limits_of_its_own_waits_while_others_pass() -> None:
     work = Work(max_running=4, max_waiting=8)
     work.limits["few"] = Principal(name="few", max_running=1, max_waiting=2)

@@ -193,6 +193,48 @@ def test_it_speculates_again_when_that_pays_again() -> None:
     assert machine.run(300, 0.6) > 0.9 * machine.ideal(0.6)
 
 
+def test_where_no_stream_drafts_though_that_promises_more_it_is_tried() -> None:
+    """Hard texts for two minutes, and easy ones since."""
+    machine = Machine(1, **CHEAP | {"step": 6e6})
+    machine.run(5000, 0.05)
+    machine.run(5000, 0.6)
+    assert machine.run(2000, 0.6) > 0.85 * machine.ideal(0.6)
+
+
+def test_what_streams_got_of_texts_that_have_changed_does_not_rule_drafts_out() -> None:
+    """Until all were accepted, nothing was learnt for a while, and drafts brought far less than expected."""
+    machine = Machine(1, base=30e6, sequence=0, token=0.06e6, step=1.8e6)
+    machine.sharing = 3.0
+    machine.run(4020, 1.0)
+    machine.sharing = 1.5
+    machine.run(4020, 0.3)
+    machine.run(5000, 0.8)
+    assert machine.run(1000, 0.8) > 0.9 * machine.ideal(0.8)
+
+
+def test_many_lengths_that_are_fixed_are_one_change_of_the_number_of_streams() -> None:
+    streams = [0] * 8
+    shared = SharedChoice(lambda: len(streams))
+    planners = [FixedLength(length, shared) for length in range(1, 9)]
+    load, asked = Load(0, 8, 10_000_000), Cost(CallOutcome.ASKED, wall_ns=1000, num_prefill_tokens=1)
+    for _ in range(20):
+        for planner in planners:
+            length = planner.plan().num_draft_tokens
+            planner.observe(round_of(length, 0, asked, Cost(load=load)), 20_000_000)
+    del streams[4:]
+    for planner in planners[:4]:
+        planner.plan()
+    assert shared.costs.num_sequences == pytest.approx(4, rel=0.01)
+
+
+def test_a_target_whose_passes_cost_in_proportion_to_their_tokens_is_measured() -> None:
+    costs = CostModel(2)
+    assert costs.known_base == 0
+    costs.assume([((1, 1), 10e6), ((1, 5), 52e6), ((1, 17), 190e6), ((8, 8), 83e6)])
+    assert costs.base == 0
+    assert costs.known_base == 1
+
+
 def test_hard_text_is_noticed_within_a_few_rounds_and_forgotten_again() -> None:
     machine = Machine(1, base=30e6, sequence=0, token=0.5e6, step=6e6)
     machine.run(1000, 0.85)

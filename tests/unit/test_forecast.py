@@ -117,3 +117,15 @@ def test_acceptance_by_position_is_followed() -> None:
     reached = stream.reached(4)
     assert reached[2] == pytest.approx(0.81, abs=0.12)
     assert reached[3] / reached[2] == pytest.approx(0.2, abs=0.15)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.0), (0.0, 1.0)])
+def test_what_was_always_or_never_accepted_for_long_is_learnt_anew(before: float, after: float) -> None:
+    """However long it was: the log odds do not grow where acceptance does not."""
+    shared = SharedAcceptance()
+    own = OwnAcceptance(shared)
+    for _ in range(20_000):
+        own.add(4, int(4 * before))
+    for _ in range(300):
+        own.add(4, int(4 * after))
+    assert shared.tokens()[4] == pytest.approx(1 + 4 * after, abs=0.5)

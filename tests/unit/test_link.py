@@ -250,9 +250,10 @@ async def test_a_failed_sequence_leaves_the_others_alone(opened: Opened) -> None
 
 
 async def test_answers_to_a_closed_sequence_are_dropped(opened: Opened) -> None:
-    first, second = opened.sequences(2)
+    first, second, third = opened.sequences(3)
     first.close()
-    opened.call.answer(1, 2, 77, failed={99: InternalError("of none")})
+    third.close()
+    opened.call.answer(1, 2, failed={3: InternalError("of none")})
     await second.change()
     assert not first.answers
     assert second.answers

@@ -113,6 +113,10 @@ class SharedAcceptance:
         belief = beliefs.mean(0)
         self._shift_variance += rate * (float(belief @ _SHIFTS**2) - self._shift_variance)
         self._common += rate * float(belief @ _SHIFTS)
+        # Beyond, acceptance does not change, and nothing would say that they go on growing.
+        self._common = min(_MAX_LOG_ODDS, max(-_MAX_LOG_ODDS, self._common))
+        room = _MAX_LOG_ODDS - self._common, _MAX_LOG_ODDS + self._common
+        self._positions = np.clip(self._positions, -room[1], room[0])
         self._batch.clear()
 
     def reached(self, belief: Floats) -> Floats:

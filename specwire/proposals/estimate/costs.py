@@ -78,6 +78,12 @@ class CostModel:
         if sample is None or self._num_added % min(_REFIT_EVERY, 1 + self._num_added // 4) == 0:
             self._fit()
 
+    @property
+    def known_base(self) -> float:
+        """At least 1 once anything was measured, where 0 says that nothing was: costs may be in proportion to
+        what is computed."""
+        return max(1.0, self.base) if self.base or any(self.rates) else 0.0
+
     def predict(self, features: Sequence[float]) -> float:
         """Expected cost; 0 before the first observation."""
         expected: float = self.base + sum(map(operator.mul, self.rates, features))

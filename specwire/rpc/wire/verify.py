@@ -275,6 +275,8 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
     num = len(message.sequence_ids)
     found = columns.read(message, num, _ANSWER, _USUAL)
     sequence_ids, request_ids, base_lens, num_cached, ahead_ids = found
+    if min(num_cached, default=0) < 0:
+        raise InvalidRequestError("num_cached_tokens", min(num_cached), "must be at least 0")
     num_rows, token_ids = columns.read_lists(message, num, "num_rows", "target_token_ids", "<i4")
     accounts = _continuations_from_proto(message, num)
     own = _next_from_proto(message, accounts, vocab_size)
@@ -287,7 +289,7 @@ def answers_from_proto(message: verify_pb2.VerifyResponse, vocab_size: int) -> l
         base_lens,
         columns.split(token_ids.tolist(), num_rows),
         *_probs_from_proto(message, token_ids, num_rows, vocab_size),
-        _split_logprobs(message, num_rows),
+        _split_logprobs(message, token_ids, num_rows, vocab_size),
     )
     return list(
         map(
@@ -343,14 +345,27 @@ def _check_probs(
 
 
 def _split_logprobs(
-    message: verify_pb2.VerifyResponse, num_rows: Sequence[int]
+    message: verify_pb2.VerifyResponse, token_ids: IntArray, num_rows: Sequence[int], vocab_size: int
 ) -> Sequence[Sequence[Logprobs]]:
     if not message.has_logprobs:
         return [()] * len(num_rows)
     [has_logprobs] = columns.read(message, len(num_rows), ["has_logprobs"])
     counts = [num if has else 0 for num, has in zip(num_rows, has_logprobs, strict=True)]
     [found] = columns.read(message, sum(counts), ["logprobs"])
-    return columns.split([*map(_logprobs_from_proto, found)], counts)
+    entries = [*map(_logprobs_from_proto, found)]
+    is_there = (token_ids != NO_TOKEN)[np.repeat(np.array(counts) > 0, num_rows)]
+    _check_logprobs([each for each, has in zip(entries, is_there, strict=True) if has], vocab_size)
+    return columns.split(entries, counts)
+
+
+def _check_logprobs(entries: Sequence[Logprobs], vocab_size: int) -> None:
+    """Refuse what would reach a client as log probabilities, and are none."""
+    if not entries:
+        return
+    check_token_ids("logprobs.token_ids", np.concatenate([each.token_ids for each in entries]), vocab_size)
+    values = np.concatenate([each.values for each in entries])
+    if not (values < proposals.SUM_TOLERANCE).all():
+        raise InvalidRequestError("logprobs.values", float(values.max()), "must be at most 0")
 
 
 def _logprobs_to_proto(entry: Logprobs) -> verify_pb2.PositionLogprobs:
