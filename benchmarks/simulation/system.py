@@ -34,7 +34,7 @@ from verify_service.servicer import VerifyServicer
 from verify_service.verifier import VerifyDecider
 
 _NO_TRACING = tracing.Tracing()
-_UNLIMITED = 1 << 30
+_UNLIMITED = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

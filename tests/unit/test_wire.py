@@ -204,6 +204,10 @@ class TestColumns:
         found = proposals.from_proto(sent, [5, 5], vocab_size=9)
         assert [list(each.parents) for each in found] == [[], [-1, -1]]
 
+    def test_loads_are_not_negative(self) -> None:
+        with pytest.raises(InvalidRequestError, match="load=-1: must be at least 0"):
+            wire.load_from_proto(wire.load_to_proto(Load(1, 2, 3, -1, 5)))
+
     def test_timings(self) -> None:
         sent = [SPENT, Timings(6, 7, 8, 9, 10)]
         message = over_the_wire(columns.timings_to_proto(sent))

@@ -137,7 +137,10 @@ def load_to_proto(load: Load) -> common_pb2.Load:
 
 
 def load_from_proto(message: common_pb2.Load) -> Load:
-    load = Load(*_LOAD(message))
+    figures = _LOAD(message)
+    if min(figures) < 0:
+        raise InvalidRequestError("load", min(figures), "must be at least 0")
+    load = Load(*figures)
     return load if load.num_sequences else replace(load, num_sequences=1)
 
 
