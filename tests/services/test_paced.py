@@ -87,7 +87,7 @@ def test_what_is_left_is_slept_and_nothing_where_the_pass_was_slow(monkeypatch: 
 @pytest.mark.parametrize("kind", [VerifyConfig, StackConfig])
 @pytest.mark.parametrize("least_pass_ms", [-1.0, float("inf"), float("nan")])
 def test_a_time_that_cannot_be(kind: Any, least_pass_ms: float) -> None:
-    with pytest.raises(ConfigError, match=f"--least-pass-ms {least_pass_ms}: must be a finite number"):
+    with pytest.raises(ConfigError, match=f"--least-pass-ms {least_pass_ms}: must be a number in"):
         kind(least_pass_ms=least_pass_ms)
 
 
