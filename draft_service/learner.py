@@ -172,8 +172,6 @@ def start(config: DraftConfig, service: ModelService) -> Learner | None:
         there = next(place for place in (out, *out.absolute().parents) if place.exists())
         if not (there.is_dir() and os.access(there, os.W_OK)):
             raise ConfigError(f"--learn-out {out}: cannot be written")
-        if there is out and out.samefile(boot.model_directory(boot.resolve(config.model, "draft"))):
-            raise ConfigError(f"--learn-out {out}: is --model itself")
     from draft_service.student import Student  # transformers takes seconds to import
 
     try:

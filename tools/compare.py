@@ -10,11 +10,9 @@ from typing import Any
 from specwire.cli.terminal import table
 from specwire.client.client import Client
 from specwire.completion import Completion
-from specwire.config.own_methods import DRAFT_MODEL
-from specwire.config.speculative import NGRAM
+from specwire.config.speculative import MODEL, NGRAM
 from specwire.core import ModelInfo, Rule, SamplingParams
-
-_MODEL = "model"
+from tools.bench.spec_bench import TREE, methods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +35,10 @@ class DraftKind:
 
     def unavailable(self, params: SamplingParams, target: ModelInfo, draft: ModelInfo | None) -> str:
         """Why it cannot be shown; empty if it can."""
-        is_in_target = target.own_source == DRAFT_MODEL
-        if self.changes.get("draft") == _MODEL and draft is None and not is_in_target:
+        there = methods(target, draft)
+        if self.changes.get("draft") == MODEL and MODEL not in there:
             return "there is no draft model"
-        if self.needs_trees and not (target.trees and (is_in_target or (draft is not None and draft.trees))):
+        if self.needs_trees and TREE not in there:
             return "target or draft cannot do trees"
         if self.needs_chance and params.greedy:
             return "greedy decoding compares tokens under every rule"
@@ -50,18 +48,18 @@ class DraftKind:
 KINDS = (
     DraftKind(name="plain", about="no draft", changes={"num_draft_tokens": 0}),
     DraftKind(
-        name="chain", about="a line of guesses of the draft model", changes={"draft": _MODEL, "max_depth": 0}
+        name="chain", about="a line of guesses of the draft model", changes={"draft": MODEL, "max_depth": 0}
     ),
     DraftKind(
         name="block",
         about="the same, judged as a whole",
-        changes={"draft": _MODEL, "rule": Rule.BLOCK},
+        changes={"draft": MODEL, "rule": Rule.BLOCK},
         needs_chance=True,
     ),
     DraftKind(
         name="tree",
         about="32 guesses of the draft model that branch, at most 6 in a row",
-        changes={"draft": _MODEL, "rule": Rule.GUMBEL, "num_draft_tokens": 32, "max_depth": 6},
+        changes={"draft": MODEL, "rule": Rule.GUMBEL, "num_draft_tokens": 32, "max_depth": 6},
         needs_trees=True,
     ),
     DraftKind(name=NGRAM, about="guesses from the text itself", changes={"draft": NGRAM}),

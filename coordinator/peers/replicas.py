@@ -25,7 +25,8 @@ MAX_KNOWN_PAGES = 1 << 14
 _SLACK_RATIO = 1.5
 _SLACK_STREAMS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_MAX_DOUBLINGS = 6  # the longest pause is reached; a service may fail any number of times
+_MAX_DOUBLINGS = 6
+"""After so many the longest pause is reached; a service may fail any number of times."""
 _MAX_COST_RATIO = 8.0
 """A proposal that takes so many times what others took is not waited for, whatever it saves."""
 

@@ -20,7 +20,7 @@ from specwire.v1 import common_pb2
 
 Entry = TypeVar("Entry")
 MAX_TRACEPARENT_LEN = 256
-NO_USUAL: Mapping[str, Any] = {}
+_NO_USUAL: Mapping[str, Any] = {}
 
 
 def pack(lists: Iterable[Sequence[int]], dtype: str = "<u4") -> bytes:
@@ -51,7 +51,7 @@ def split(entries: Sequence[Entry], counts: Sequence[int]) -> list[Sequence[Entr
 
 
 def add(
-    message: Any, nouns: Sequence[Any], attributes: Mapping[str, str], usual: Mapping[str, Any] = NO_USUAL
+    message: Any, nouns: Sequence[Any], attributes: Mapping[str, str], usual: Mapping[str, Any] = _NO_USUAL
 ) -> None:
     """Columns that have, by their names, this attribute of each noun; one stays empty where all have the
     usual one."""
@@ -62,7 +62,7 @@ def add(
 
 
 def read(
-    message: Any, num_entries: int, names: Collection[str], usual: Mapping[str, Any] = NO_USUAL
+    message: Any, num_entries: int, names: Collection[str], usual: Mapping[str, Any] = _NO_USUAL
 ) -> list[Sequence[Any]]:
     """These columns, in this order, once each is found to have so many entries, or none of usual ones."""
     found: list[Sequence[Any]] = [getattr(message, name) for name in names]
