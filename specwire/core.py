@@ -357,6 +357,8 @@ PARAMETERS = {each.name: each for each in fields(SamplingParams)}
 """The fields by name; `metadata["doc"]` describes one."""
 WARPS = ("temperature", "top_k", "top_p", "min_p")
 """Those that change the distribution by itself, in their order."""
+SAMPLING_DEFAULTS = {name: PARAMETERS[name].default for name in (*WARPS, "repetition_penalty")}
+"""What a model's generation config may ask for, with the value that is without effect."""
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 KINDS = {
     name: kind
@@ -655,6 +657,8 @@ class ModelInfo:
         num_ranks: that the model is spread over; 0 where it is on one device.
         costs: what its passes cost, as measured when it was loaded; None if they were not.
         adapters: of a target, hashes of the config and the weights of its LoRA adapters, by their names.
+        sampling: of a target, the parameters that its generation config asks for where a request over HTTP
+            does not say them.
     """
 
     name: str
@@ -692,6 +696,7 @@ class ModelInfo:
     num_ranks: int = 0
     costs: Load | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def why_not_reproducible(self) -> str:

@@ -77,6 +77,10 @@ class ClientConfig(ConnectionConfig):
         return {"tls": self.server_tls, "token": token, "allow_plaintext": self.allow_plaintext}
 
 
+OPENAI = "openai"
+"""Sampling as OpenAI's API has it where a request does not say how, whatever the model's files ask for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ApiConfig(CheckedConfig):
     """How OpenAI's API is served."""
@@ -100,6 +104,12 @@ class ApiConfig(CheckedConfig):
         "",
         f"form of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}; empty detects it by its template",
         check=one_of("", *TOOL_CALL_PARSERS),
+    )
+    sampling_defaults: str = option(
+        "model",
+        f"where a request does not say it: temperature, top_k, top_p, min_p and repetition_penalty of the "
+        f"model's generation config; {OPENAI}: none of them",
+        check=one_of("model", OPENAI),
     )
 
 

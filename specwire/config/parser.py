@@ -37,7 +37,8 @@ _GROUPS = {
         max_prefill_tokens max_sequences max_running max_waiting""",
     "server": """
         host port address http_address model_name listen to workers grace_s idle_timeout_s max_message_bytes
-        max_body_bytes max_prompt_bytes lenient cors_origin allowed_hosts metrics_from tool_call_parser""",
+        max_body_bytes max_prompt_bytes lenient cors_origin allowed_hosts metrics_from tool_call_parser
+        sampling_defaults""",
     "connections": """
         server verify_address draft_address timeout_s connect_timeout_s failover_timeout_s patience_s rtt_ms
         jitter_ms bandwidth_mbps""",

@@ -20,7 +20,7 @@ from specwire.config.models import EMBEDDED, EMULATED
 from specwire.config.own_methods import DRAFT_MODEL
 from specwire.config.preflight.memory import gigabytes
 from specwire.config.services import DraftConfig, ModelServiceConfig
-from specwire.core import ModelInfo
+from specwire.core import SAMPLING_DEFAULTS, ModelInfo, SamplingParams
 from specwire.engine import emulated
 from specwire.engine.device import Decider, Runner, StepHook
 from specwire.engine.grammars.compiler import Grammars, vocabulary
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 _RETRY_AFTER_MS = 1000
 _NOT_APPLIED = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
-    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "num_beams"),
-    *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("typical_p", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("sequence_bias", "num_beams", "min_length", "min_new_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id"),
 )
-"""Of a generation config, what changes the output of `generate`."""
+"""Of a generation config, what else changes the output of `generate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ def start(
     description["trees"] = not (config.batch_invariant or runner.pool.keeps_states)
     tokenizer = None if source.startswith(EMULATED) else load_tokenizer(source)
     files = tokenizer_files.read(source) if role == "verify" and tokenizer else NO_FILES
+    if role == "verify" and not source.startswith(EMULATED):
+        description["sampling"] = _sampling_of(source)
     info = _model_info(config, source, description, tokenizer, files)
     _log_start(role, config, info, runner.pool.num_pages * config.page_len, kv_bytes)
-    if role == "verify" and not source.startswith(EMULATED):
-        _log_not_applied(source)
     end_ids = info.eos_token_ids
     if target_tokenizer is not None:
         tokenizer, eos_id = target_tokenizer, target_tokenizer.eos_id
@@ -219,15 +219,32 @@ def _log_start(
     log.log(NOTICE, "%s model %s on %s; %s%s", role, info.summary, config.device, cache, own)
 
 
-def _log_not_applied(source: str) -> None:
-    """Say what `generate` would do by the model's generation config, and requests have to ask for here."""
+def _sampling_of(source: str) -> dict[str, float]:
+    """The parameters that the model's generation config asks for; says them, and what is not applied of it.
+
+    Raises:
+        ModelLoadError: one of them could not be asked for.
+    """
     from specwire.engine.model.loading import generation_config  # imported already, for the model
 
     given = generation_config(model_directory(source))
-    found = {name: given[name] for name in _NOT_APPLIED if given.get(name) not in (None, False, 0, 1, [])}
-    if found:
-        said = ", ".join(f"{name}={value}" for name, value in found.items())
-        log.log(NOTICE, "%s: generation_config.json: not applied, requests say it: %s", source, said)
+    sampling = {
+        name: given[name]
+        for name, neutral in SAMPLING_DEFAULTS.items()
+        if given.get(name) not in (None, neutral)
+    }
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"--model {source}: generation_config.json: {error}") from None
+    ignored = {name: given[name] for name in _NOT_APPLIED if given.get(name) not in (None, False, 0, 1, [])}
+    said = ", ".join(f"{name}={value}" for name, value in sampling.items())
+    if said:
+        log.log(NOTICE, "%s: generation_config.json: default over HTTP: %s", source, said)
+    if ignored:
+        said = ", ".join(f"{name}={value}" for name, value in ignored.items())
+        log.log(NOTICE, "%s: generation_config.json: not applied: %s", source, said)
+    return sampling
 
 
 def _limit_lengths(

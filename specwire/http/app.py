@@ -203,7 +203,7 @@ class Front:
         if isinstance(body, Calling):
             body.prepare(model.info.chat_template, self._config.tool_call_parser)
         adapter = "" if body.model == model.name else body.model
-        params = dataclasses.replace(body.params(), adapter=adapter)
+        params = dataclasses.replace(body.params(**model.info.sampling), adapter=adapter)
         spell = await self._models.speller(model) if params.logprobs is not None else None
         answer = answer_kind(body, spell)
         # The choices of each prompt in turn; the seed of choice i is the given one plus i.
@@ -248,6 +248,7 @@ def _model(model: ServedModel, name: str, created: int) -> dict[str, Any]:
         "specwire": {
             "draft": draft.name if draft else target.own_source or None,
             "least_pass_ms": target.least_pass_ms,
+            "sampling": dict(target.sampling),
             "draft_shares_machine": draft is not None and draft.is_beside(target),
         },
     }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from specwire import AsyncClient, embedded
-from specwire.config.client import HttpConfig
+from specwire.config.client import OPENAI, HttpConfig
 from specwire.config.models import EMBEDDED
 from specwire.core import ModelInfo
 from specwire.errors import HandshakeError, ModelLoadError, ServiceUnavailableError
@@ -90,6 +90,8 @@ class Models:
 
     async def _ask(self, token: str) -> ServedModel:
         info, draft = await self._client.get_model_info(timeout_s=_TIMEOUT_S, token=token)
+        if self._config.sampling_defaults == OPENAI:
+            info = replace(info, sampling={})
         return ServedModel(self._config.model_name or info.name, info, draft, token)
 
     async def speller(self, model: ServedModel) -> Spell:

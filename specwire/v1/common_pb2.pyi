@@ -203,7 +203,7 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_sequences: _Optional[int] = ..., base_ns: _Optional[int] = ..., sequence_ns: _Optional[int] = ..., token_ns: _Optional[int] = ..., draft_pass_ns: _Optional[int] = ..., draft_node_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_prefill_ns: _Optional[int] = ..., draft_hosted_ns: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint", "target_tokenizer_fingerprint", "shared_vocab", "shared_text", "inner", "encoder_len", "decoder_token_ids", "learning", "own_source", "chat_template", "least_pass_ms", "tokenizer_hash", "tokenizer_bytes", "host", "devices", "num_cores", "num_threads", "num_ranks", "costs", "adapters")
+    __slots__ = ("name", "vocab_size", "context_len", "tokenizer_fingerprint", "dtype", "num_parameters", "eos_token_ids", "protocol_version", "incarnation", "tokenizer_source", "capabilities", "weights_fingerprint", "target_tokenizer_fingerprint", "shared_vocab", "shared_text", "inner", "encoder_len", "decoder_token_ids", "learning", "own_source", "chat_template", "least_pass_ms", "tokenizer_hash", "tokenizer_bytes", "host", "devices", "num_cores", "num_threads", "num_ranks", "costs", "adapters", "sampling")
     class AdaptersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +242,7 @@ class ModelInfo(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     context_len: int
@@ -273,7 +274,8 @@ class ModelInfo(_message.Message):
     num_ranks: int
     costs: Load
     adapters: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ..., target_tokenizer_fingerprint: _Optional[str] = ..., shared_vocab: _Optional[float] = ..., shared_text: _Optional[float] = ..., inner: _Optional[str] = ..., encoder_len: _Optional[int] = ..., decoder_token_ids: _Optional[_Iterable[int]] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., own_source: _Optional[str] = ..., chat_template: _Optional[str] = ..., least_pass_ms: _Optional[float] = ..., tokenizer_hash: _Optional[str] = ..., tokenizer_bytes: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., num_cores: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_ranks: _Optional[int] = ..., costs: _Optional[_Union[Load, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    sampling: SamplingParams
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., tokenizer_source: _Optional[str] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., weights_fingerprint: _Optional[str] = ..., target_tokenizer_fingerprint: _Optional[str] = ..., shared_vocab: _Optional[float] = ..., shared_text: _Optional[float] = ..., inner: _Optional[str] = ..., encoder_len: _Optional[int] = ..., decoder_token_ids: _Optional[_Iterable[int]] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., own_source: _Optional[str] = ..., chat_template: _Optional[str] = ..., least_pass_ms: _Optional[float] = ..., tokenizer_hash: _Optional[str] = ..., tokenizer_bytes: _Optional[int] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., num_cores: _Optional[int] = ..., num_threads: _Optional[int] = ..., num_ranks: _Optional[int] = ..., costs: _Optional[_Union[Load, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
 
 class TokenizerFiles(_message.Message):
     __slots__ = ("files",)

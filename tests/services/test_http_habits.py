@@ -17,7 +17,7 @@ from specwire.http.bodies.completion import CompletionBody
 from specwire.http.bodies.responses import ResponsesBody
 from specwire.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from specwire.text.tokenizer import Tokenizer, load
-from tests.support.fronts import CHAT_TEMPLATE, Fronted, front, fronted
+from tests.support.fronts import CHAT_TEMPLATE, Fronted, front, fronted, save_chat_target
 from tests.support.processes import wait_until
 
 ELSEWHERE = "https://app.example"
@@ -60,7 +60,7 @@ class TestTokens:
         assert answer["max_model_len"] == models[0]["max_model_len"]
         draft = here.stack.client.get_model_info()[1]
         about = {"draft": draft.name if draft else None, "draft_shares_machine": draft is not None}
-        assert models[0]["specwire"] == {"least_pass_ms": 0.0, **about}
+        assert models[0]["specwire"] == {"least_pass_ms": 0.0, "sampling": {}, **about}
         assert known.eos_id is not None
         answer = post(here, "/detokenize", tokens=[*answer["tokens"], known.eos_id]).json()
         assert answer == {"prompt": text + known.spell(known.eos_id)}
@@ -316,3 +316,25 @@ class TestText:
         )
         assert short["usage"]["completion_tokens"] == 5
         assert none["error"]["param"] == "min_tokens"
+
+
+def test_a_request_that_does_not_say_how_is_sampled_as_the_model_asks(tmp_path: Path) -> None:
+    """Of a generation config: with the likeliest token alone, what is drawn is greedy."""
+    target = save_chat_target(tmp_path / "target")
+    (target / "generation_config.json").write_text('{"eos_token_id": 0, "top_k": 1, "temperature": 0.9}')
+    asked = {"prompt": "def f(", "max_tokens": 12, "ignore_eos": True, "seed": 5}
+
+    def text(url: str, **given: Any) -> str:
+        choice = httpx2.post(f"{url}/v1/completions", json={"model": "target", **asked, **given}).json()
+        return str(choice["choices"][0]["text"])
+
+    with fronted(target) as here, front(here.stack.address, sampling_defaults="openai") as neutral:
+        greedy = text(here.url, temperature=0)
+        said = {"temperature": 1.0, "top_k": -1}
+        assert text(here.url) == text(here.url, temperature=5) == greedy
+        assert text(here.url, **said) == text(f"http://{neutral}") != greedy
+        assert text(here.url, use_beam_search=True, n=2, seed=None) == text(
+            f"http://{neutral}", use_beam_search=True, n=2, seed=None
+        )
+        told = httpx2.get(f"{here.url}/v1/models").json()["data"][0]["specwire"]["sampling"]
+    assert told == {"temperature": 0.9, "top_k": 1}

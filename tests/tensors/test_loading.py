@@ -188,9 +188,13 @@ def test_not_a_number_fails_the_self_check() -> None:
         self_check(model)
 
 
-def test_what_generate_would_do_besides_is_said(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given = '{"eos_token_id": 2, "repetition_penalty": 1.1, "top_k": 20, "temperature": 1.0, "num_beams": 1}'
+def test_what_a_generation_config_asks_for(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = '{"eos_token_id": 2, "repetition_penalty": 1.1, "top_k": 20, "temperature": 1.0, "min_length": 3}'
     (llama_dir / "generation_config.json").write_text(given)
     with caplog.at_level(NOTICE):
-        boot._log_not_applied(str(llama_dir))
-    assert caplog.messages[0].endswith("requests say it: top_k=20, repetition_penalty=1.1")
+        assert boot._sampling_of(str(llama_dir)) == {"top_k": 20, "repetition_penalty": 1.1}
+    assert caplog.messages[0].endswith("default over HTTP: top_k=20, repetition_penalty=1.1")
+    assert caplog.messages[1].endswith("not applied: min_length=3")
+    (llama_dir / "generation_config.json").write_text('{"top_p": 1.5}')
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: top_p=1\.5"):
+        boot._sampling_of(str(llama_dir))

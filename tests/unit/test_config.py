@@ -73,6 +73,7 @@ def another_text(field: dataclasses.Field[Any]) -> str:
     named |= dict.fromkeys(("device", "draft_device"), "cuda:1")
     named |= {"host": "localhost", "cors_origin": "https://app.example", "metrics_from": "localhost:81"}
     named |= {"tool_call_parser": "mistral", "lora_modules": f"mine={Path(__file__).parent}"}
+    named["sampling_defaults"] = "openai"
     named["draft_placement"] = "auto" if field.default == "service" else "service"
     named["speculative_config"] = '{"num_speculative_tokens": 5}'
     if field.name.endswith("dtype"):

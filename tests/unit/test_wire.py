@@ -287,7 +287,12 @@ class TestModelServices:
 
 def test_model_info_round_trip() -> None:
     """With all that is optional, and without."""
-    told = {"learning": filled(Learning), "costs": filled(Load), "adapters": {"mine": "hash"}}
+    told = {
+        "learning": filled(Learning),
+        "costs": filled(Load),
+        "adapters": {"mine": "hash"},
+        "sampling": {"top_k": 3},
+    }
     for sent in (filled(ModelInfo, **told), ModelInfo(name="m", vocab_size=9, context_len=8)):
         assert wire.model_info_from_proto(over_the_wire(wire.model_info_to_proto(sent))) == sent
 

@@ -109,10 +109,14 @@ class Sampled(WithParameters):
         """What the output must match; None for any text."""
         raise NotImplementedError
 
-    def params(self) -> SamplingParams:
-        """Sampling parameters of the first choice; InvalidRequestError names the parameter and its value."""
+    def params(self, **defaults: Any) -> SamplingParams:
+        """Sampling parameters of the first choice; InvalidRequestError names the parameter and its value.
+
+        Args:
+            defaults: of the model, for what the body does not say.
+        """
         try:
-            return SamplingParams(**self.given | self.own_params())
+            return SamplingParams(**{**defaults, **self.given, **self.own_params()})
         except InvalidRequestError as error:
             raise self.renamed(error) from None
 
@@ -123,7 +127,7 @@ class Sampled(WithParameters):
 
     def own_params(self) -> dict[str, Any]:
         """The parameters that an API has in a form of its own."""
-        return {"top_k": max(0, self.given.get("top_k", 0))}
+        return {"top_k": max(0, self.given["top_k"])} if "top_k" in self.given else {}
 
 
 class Body(Structured, Sampled):
@@ -165,6 +169,9 @@ class Body(Structured, Sampled):
     @property
     def num_runs(self) -> int:
         return 1 if self.use_beam_search else self.num_choices  # one search has all choices of its prompt
+
+    def params(self, **defaults: Any) -> SamplingParams:
+        return super().params() if self.use_beam_search else super().params(**defaults)
 
     def own_params(self) -> dict[str, Any]:
         biases = self.logit_bias or {}

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from specwire.core import Learning, Load, ModelInfo, Rule, SamplingParams
+from specwire.core import SAMPLING_DEFAULTS, Learning, Load, ModelInfo, Rule, SamplingParams
 from specwire.errors import InvalidRequestError
 from specwire.text.grammar import Grammar
 from specwire.v1 import common_pb2
@@ -161,11 +161,19 @@ def model_info_to_proto(info: ModelInfo) -> common_pb2.ModelInfo:
         capabilities=[number for name, number in _CAPABILITIES.items() if getattr(info, name)],
         learning=to_message(common_pb2.Learning, info.learning) if info.learning else None,
         costs=load_to_proto(info.costs) if info.costs else None,
+        sampling=common_pb2.SamplingParams(**info.sampling),
     )
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
     """The same from the message."""
+    given = fields_of(message.sampling, SamplingParams)
+    sampling = {
+        name: given[name]
+        for name, neutral in SAMPLING_DEFAULTS.items()
+        if given.get(name, neutral) != neutral
+    }
+    SamplingParams(**sampling)  # refuses what no request could ask for
     return from_message(
         ModelInfo,
         message,
@@ -173,4 +181,5 @@ def model_info_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
         learning=from_message(Learning, message.learning) if message.HasField("learning") else None,
         costs=load_from_proto(message.costs) if message.HasField("costs") else None,
         adapters=dict(sorted(message.adapters.items())),  # a map has no order
+        sampling=sampling,
     )
