@@ -33,6 +33,9 @@ SUPPORT_MASS = 0.99
 MAX_NUM_OUTCOMES = 64
 MAX_PATH_LEN = MAX_NUM_OUTCOMES * (MAX_NUM_DRAFT_TOKENS + 1)
 """Most tokens that a prepared proposal depends on: those of as many rounds as outcomes are prepared for."""
+MAX_AT_ONCE = 1 << 14
+"""Generations of a coordinator, and so sequences to open, or requests, in a message to a model service. Each
+that is wrong costs a service's event loop 50 us, for which all streams wait."""
 MAX_LOGPROBS = 20
 MAX_NUM_BEAMS = 16
 MAX_STOP_STRINGS = 16

@@ -40,7 +40,7 @@ from specwire.config.parts import (
 )
 from specwire.config.security.tls import TLS, Credentials
 from specwire.config.speculative import INNER_METHODS
-from specwire.core import MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
+from specwire.core import MAX_AT_ONCE, MAX_NUM_OUTCOMES, MAX_SUPPORT, SUPPORT_MASS, Rule
 
 ADDRESSES_HELP = "HOST:PORT of each replica, with commas, or dns:///NAME:PORT for all addresses of a name"
 NO_SEED = -1
@@ -248,7 +248,7 @@ class CoordinatorConfig(ServiceConfig, SpeculationConfig):
         256,
         "most generations at a time; others wait",
         alias="max_num_seqs",
-        check=between(1, MOST_STREAMS),
+        check=between(1, MAX_AT_ONCE),
     )
     max_waiting: int = option(
         1024, "most generations that wait; others are told when to retry", check=between(0, MOST_STREAMS)

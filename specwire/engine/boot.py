@@ -73,6 +73,8 @@ class ModelService:
         encoder_len = self._checked_prompt(message.prompt_len)
         if message.vocab_limit < 0:
             raise InvalidRequestError("vocab_limit", message.vocab_limit, "must be at least 0")
+        if message.timeout_ms < 0:
+            raise InvalidRequestError("timeout_ms", message.timeout_ms, "must be at least 0")
         if self.engine.status().num_sequences >= self.max_sequences:
             raise ResourceExhaustedError(f"{self.max_sequences} sequences are open", _RETRY_AFTER_MS)
         sequence = self.engine.open(params, message.prompt_len, encoder_len)

@@ -150,6 +150,7 @@ class ModelStream(abc.ABC, Generic[State, Answer]):
 
     async def _read(self, messages: AsyncIterator[Any]) -> None:
         async for message in messages:
+            columns.check_size(message)
             with self.service.engine.together():
                 self._close(message.close)
                 for opening in message.open:

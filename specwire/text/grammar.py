@@ -21,10 +21,12 @@ LONGEST_MASK_S = 1.0
 """Of all masks of a sequence in a pass, in seconds; over it the request ends."""
 MAX_CHOICES = 1024
 _UNHELD = re.compile(
-    r"""(?P<ignored> \\[AZzGKhHRNXQE] | (?<!^)\^ | \$(?!\Z) ) | \\. | \[ \^? (?: \\. | [^\]\\] )* \]""",
+    r"""(?P<ignored> \\[AZzGKhHRNXQE] | (?<!^)\^ | \$(?!\Z) ) | \\.
+    | \[ \^? (?: \\. | [^\]\\] )* (?: \] | \\?\Z )""",
     re.VERBOSE | re.DOTALL,
 )
-"""Parts of a regular expression, of which xgrammar leaves out anchors, and takes others for letters."""
+"""Parts of a regular expression, of which xgrammar leaves out anchors, and takes others for letters.
+A class without an end, which xgrammar refuses, is read once: else each `[` of many would be one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

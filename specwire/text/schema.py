@@ -57,6 +57,8 @@ _PATTERN = re.compile(r"""\^ (?: [^\\"$^\x00-\x1f] | \[\^ | \\[dDwWS.()\[\]{}*+?
 """Anchored, and of characters that stand for themselves in a JSON string."""
 _LOOKAROUND = re.compile(r"\(\?(?!:|<\w)")
 """xgrammar leaves out what looks ahead or behind, with a warning."""
+_CLASS = re.compile(r"\[[^]]*(?:\]|\Z)")
+"""Of characters; one without an end, which xgrammar refuses, is read once."""
 _PAST_ASCII = re.compile(r"[ -\\]-[^\x00-\x7f]")
 """Ranges of characters with quotes or backslashes among them, which xgrammar does not leave out of these."""
 _MAX_SPAN, _MAX_MULTIPLE = 10_000, 1024
@@ -219,9 +221,9 @@ class _Checker:
             self._refuse(where, "pattern", f"{problem} by name")
         if isinstance(pattern, str):
             bare = re.sub(r"\\.", "__", pattern)
-            if _LOOKAROUND.search(re.sub(r"\[[^]]*\]", "_", bare)):
+            if _LOOKAROUND.search(_CLASS.sub("_", bare)):
                 self._refuse(where, "pattern", f"{pattern!r} looks ahead or behind, which is not supported")
-            if any(_PAST_ASCII.search(each) for each in re.findall(r"\[[^]]*\]", bare)):
+            if any(_PAST_ASCII.search(each) for each in _CLASS.findall(bare)):
                 self._refuse(where, "pattern", f"{pattern!r} has a range from ASCII to beyond")
         if form is not None and not (isinstance(form, str) and form in _FORMATS):
             self._refuse(where, "format", f"{form!r} is not supported")

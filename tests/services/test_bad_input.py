@@ -25,7 +25,7 @@ from specwire import (
 )
 from specwire.core import PARAMETERS, Proposal
 from specwire.rpc.wire.draft import DraftOrder
-from specwire.rpc.wire.verify import VerifyOrder
+from specwire.rpc.wire.verify import AheadOrder, VerifyOrder
 from specwire.support import NO_SUPPORT, Support, certain
 from specwire.v1 import common_pb2
 from tests.support.harness import LocalStack, local_stack
@@ -277,6 +277,26 @@ class TestRawVerify:
     def test_supports_where_tokens_are_matched(self, stack: LocalStack) -> None:
         with refused(InvalidRequestError, "support_lens=2", "must be 0"):
             attempt(stack, verifying(), opened=opening(2, sampling=sampling(temperature=0.0)))
+
+    @pytest.mark.parametrize(
+        ("ahead", "parts"),
+        [
+            (AheadOrder(2, 1, [OUTSIDE], Proposal(3, [4])), (f"path_token_ids[0]={OUTSIDE}",)),
+            (AheadOrder(2, 1, [5], Proposal(3, [OUTSIDE])), (f"token_ids={OUTSIDE}",)),
+            (AheadOrder(2, 1, [5], Proposal(3, [4], parents=[0])), ("parent_indices[0]=0",)),
+        ],
+    )
+    def test_a_proposal_ahead_that_is_wrong_ends_its_sequence_alone(
+        self, stack: LocalStack, ahead: AheadOrder, parts: tuple[str, ...]
+    ) -> None:
+        first = opening(2, sampling=sampling(rule=common_pb2.RULE_GUMBEL), may_go_on=True)
+        with raw_stream(stack, "verify") as stream:
+            stream.ask(verify(verifying(1), opened=[opening(1), first]))
+            with pytest.raises(SequenceFailedError) as failed:
+                stream.ask(verify(ahead))
+            with refused(InvalidRequestError, *parts):
+                raise failed.value.of(2)
+            assert stream.ask(verify(verifying(1, request_id=2))).sequence_ids == [1]
 
     def test_a_chain_spelt_out_is_a_chain(self, stack: LocalStack) -> None:
         (answer,) = attempt(stack, verifying(proposal=judged(parents=[-1, 0])))

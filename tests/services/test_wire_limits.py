@@ -18,6 +18,7 @@ from google.protobuf.descriptor import Descriptor
 
 from specwire import InvalidRequestError, ResourceExhaustedError, SpecwireError
 from specwire.core import (
+    MAX_AT_ONCE,
     MAX_CACHE_SALT_LEN,
     MAX_CREDIT_TOKENS,
     MAX_LOGIT_BIASES,
@@ -163,6 +164,12 @@ LIMITS: dict[str, Any] = {
     "GenerateRequest.prompt_only": (generation(prompt_only=True), "max_tokens"),
     "Grammar.json_object": (sampled(grammar={"json_object": False}), "grammar"),
     "OpenSequence.sequence_id": drafting(opening(0)),
+    "OpenSequence.timeout_ms": verifying(opening(timeout_ms=-1)),
+    "SamplingParams.end_token_ids (of a client)": sampled(min_tokens=2, end_token_ids=[5]),
+    "DraftRequest.open": draft_pb2.DraftRequest(open=[opening(0)] * (MAX_AT_ONCE + 1)),
+    "VerifyRequest.open": verify_pb2.VerifyRequest(open=[opening(0)] * (MAX_AT_ONCE + 1)),
+    "DraftRequest.sequence_ids (too many)": draft_pb2.DraftRequest(sequence_ids=[1] * (MAX_AT_ONCE + 1)),
+    "VerifyRequest.sequence_ids (too many)": verify_pb2.VerifyRequest(sequence_ids=[1] * (MAX_AT_ONCE + 1)),
     "OpenSequence.prompt_len": verifying(opening(prompt_len=2**31 - 1)),
     "OpenSequence.vocab_limit": drafting(opening(vocab_limit=-1)),
     "BeamSearch.early_stopping": generation(beam_search={"num_beams": 2, "early_stopping": 9}),
@@ -232,11 +239,8 @@ LIMITS |= {
 
 #: Any value will do, or its own test has it.
 FREE = {
-    "DraftRequest.open",
     "DraftRequest.close",
-    "VerifyRequest.open",
     "VerifyRequest.close",
-    "OpenSequence.timeout_ms",
     "OpenSequence.may_go_on",
     "OpenSequence.may_learn",
     "OpenSequence.trace_headers",

@@ -35,6 +35,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5", _T5),  # relu, one bias for all layers, tied and scaled output layer
     "t5_gated": ("T5", _T5 | _GATED | {"tie_word_embeddings": False}),
     "umt5": ("UMT5", _T5 | _GATED),  # a bias for each layer
+    "longt5": ("LongT5", _T5 | {"local_radius": 3}),  # an encoder that sees neighbours alone
     "bart": ("Bart", _BART),  # learnt positions
     "marian": ("Marian", _BART),  # fixed ones
 }

@@ -154,6 +154,17 @@ def test_loading_checks_logits_and_describes(family: str, tmp_path: Path) -> Non
     assert encoder_decoder.first_tokens(model) == (START, 7)
 
 
+def test_the_self_check_runs_a_pass_without_new_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every pass but the first one of a request."""
+
+    def failing(nothing: Tensor) -> None:
+        raise AttributeError("is_sliding")
+
+    monkeypatch.setattr(encoder_decoder, "_Known", failing)
+    with pytest.raises(AttributeError, match="is_sliding"):
+        encoder_decoder.self_check(encoder_decoders.build("t5"))
+
+
 def test_the_self_check_notices_a_model_that_is_computed_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

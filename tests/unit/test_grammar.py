@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
@@ -43,3 +45,18 @@ def test_a_schema_may_be_given_as_a_mapping() -> None:
 def test_parameters_take_nothing_else() -> None:
     with pytest.raises(InvalidRequestError, match="grammar=a: must be a Grammar"):
         SamplingParams(grammar="a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "[" * (MAX_SOURCE_LEN - 1)),
+        ("regex", "[" * (MAX_SOURCE_LEN - 1) + "\\"),
+        ("json_schema", json.dumps({"type": "string", "pattern": f"^{'[' * 60_000}$"})),
+    ],
+)
+def test_a_long_expression_is_looked_through_once(kind: str, source: str) -> None:
+    """Others wait meanwhile: it took more than a minute."""
+    started_s = time.process_time()
+    Grammar(**{kind: source})  # type: ignore[arg-type]
+    assert time.process_time() - started_s < 1

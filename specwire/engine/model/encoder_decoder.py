@@ -196,6 +196,9 @@ class _Known(EncoderDecoderCache):  # type: ignore[misc]
             layers=_Same(layer),
             update=lambda keys, values, *_, **__: (keys, values),
             get_seq_length=lambda *_: 0,
+            is_sliding=(),
+            is_linear=(),
+            is_dummy=(),
         )
         self.self_attention_cache = self.cross_attention_cache = passing
         self.is_updated = _Same(True)

@@ -358,7 +358,8 @@ def packed_logits(
     inputs: tuple[list[int], list[int]] = ([], []),
     adapters: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Logits [2 * num_tokens, vocab_size] of the same tokens: in two chunks, and in one beside the second.
+    """Logits [2 * num_tokens, vocab_size] of the same tokens: in two chunks with one by itself between them,
+    as in decoding, and in one beside the second.
 
     Args:
         inputs: what an encoder reads before each.
@@ -373,9 +374,11 @@ def packed_logits(
         begun = Feed(pieces, inputs[0] + tokens[:first] + wrong, first + len(wrong))
         start = runner.forward([begun])[:first]
         pieces.truncate(len(inputs[0]) + first)
-        rest = Feed(pieces, tokens[first:], len(tokens) - first)
-        both = runner.forward([rest, Feed(whole, inputs[1] + tokens, len(tokens))])
-    return torch.cat([start, both])
+        one = runner.forward([Feed(pieces, tokens[first : first + 1], 1)])
+        rest = tokens[first + 1 :]
+        feeds = [Feed(pieces, rest, len(rest)), Feed(whole, inputs[1] + tokens, len(tokens))]
+        both = runner.forward(feeds if rest else feeds[1:])
+    return torch.cat([start, one, both])
 
 
 @torch.inference_mode()

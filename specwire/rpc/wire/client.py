@@ -258,6 +258,9 @@ def _unknown_field(message: Message, name: str) -> tuple[str, int]:
 def generate_params(request: generation_pb2.GenerateRequest) -> SamplingParams:
     """All parameters of a client's request."""
     stops = request.stop_conditions
+    if ends := request.sampling.end_token_ids:
+        problem = "are for model services; use stop_token_ids"
+        raise InvalidRequestError("end_token_ids", [*ends], problem)
     fields: dict[str, Any] = {"skip_special_tokens": not request.keep_special_tokens}
     fields |= sampling_from_proto(request.sampling)
     fields |= fields_of(stops, SamplingParams) | fields_of(request, SamplingParams)

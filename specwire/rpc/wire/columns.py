@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specwire import errors
-from specwire.core import Timings
+from specwire.core import MAX_AT_ONCE, Timings
 from specwire.errors import InternalError, InvalidRequestError, SpecwireError
 from specwire.support import FloatArray, IntArray
 from specwire.v1 import common_pb2
@@ -94,6 +94,13 @@ def checked_traceparents(found: Sequence[str]) -> Sequence[str]:
     if longest > MAX_TRACEPARENT_LEN:
         raise InvalidRequestError("traceparent", f"{longest} characters", f"over {MAX_TRACEPARENT_LEN}")
     return found
+
+
+def check_size(message: Any) -> None:
+    """Refuse more openings or requests than other streams can wait for."""
+    for name in ("open", "sequence_ids"):
+        if (num := len(getattr(message, name))) > MAX_AT_ONCE:
+            raise InvalidRequestError(name, num, f"over {MAX_AT_ONCE} in a message")
 
 
 # --- timings and errors -------------------------------------------------------------------------------

@@ -90,12 +90,14 @@ class AheadOrder(NamedTuple):
 
     Attributes:
         path: tokens between the proposal's `base_len` and the proposal; it is valid once they are committed.
+        problem: why one that was received cannot be judged; None if it can.
     """
 
     sequence_id: int
     ahead_id: int
     path: Sequence[int]
     proposal: Proposal
+    problem: InvalidRequestError | None = None
 
 
 class VerifyAnswer(NamedTuple):
@@ -149,9 +151,21 @@ def ahead_from_proto(message: verify_pb2.AheadProposals, vocab_size: int) -> lis
     if num > MAX_AHEAD_OF_MESSAGE:
         raise InvalidRequestError("sequence_ids", num, f"over {MAX_AHEAD_OF_MESSAGE} proposals in a message")
     sequence_ids, ahead_ids, base_lens = columns.read(message, num, _AHEAD)
-    paths = proposals.paths_of(message, num, vocab_size)
-    found = proposals.from_proto(message.proposals, base_lens, vocab_size)
-    return list(map(AheadOrder, sequence_ids, ahead_ids, paths, found))
+    path_lens, token_ids = columns.read_lists(message, num, "path_lens", "path_token_ids", "<u4")
+    paths = columns.split(token_ids.tolist(), path_lens)
+    found = proposals.each_from_proto(message.proposals, base_lens, vocab_size)
+    is_sound = int(token_ids.max(initial=0)) < vocab_size
+    orders = list[AheadOrder]()
+    for sequence_id, ahead_id, path, each in zip(sequence_ids, ahead_ids, paths, found, strict=True):
+        try:
+            if not is_sound:
+                check_token_ids("path_token_ids", path, vocab_size)
+            if isinstance(each, InvalidRequestError):
+                raise each
+            orders.append(AheadOrder(sequence_id, ahead_id, path, each))
+        except InvalidRequestError as error:
+            orders.append(AheadOrder(sequence_id, ahead_id, path, Proposal(0), error))
+    return orders
 
 
 def check_ahead(order: AheadOrder, last_id: int, context_len: int) -> None:
@@ -161,6 +175,8 @@ def check_ahead(order: AheadOrder, last_id: int, context_len: int) -> None:
         last_id: of its proposals so far; 0 before the first one.
         context_len: of the target, in tokens.
     """
+    if order.problem is not None:
+        raise order.problem
     if order.ahead_id <= last_id:
         raise InvalidRequestError("ahead_ids", order.ahead_id, f"must be over {last_id}, the last one")
     proposal = order.proposal
