@@ -1,7 +1,8 @@
 """Limits on client connections, which uvicorn serves.
 
 Bounded are the number of connections, the wait for a request, and the wait for a client that does not read
-its response. And a client that half-closes its connection still gets its response.
+its response. And a client that half-closes its connection, or sends more behind its request, still gets its
+response.
 
 A client that sends a request over a connection while this end closes it cannot know whether the request was
 served. So clients close them: this end waits for longer than they keep one, and before it shuts down it asks
@@ -11,6 +12,7 @@ them to, by `Connection: close` in every response.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -45,6 +47,8 @@ class ListeningSocket(socket.socket):
     asyncio logs a traceback for each connection that it cannot accept, hundreds at a time.
     """
 
+    greeted: Connections | None = None
+    """Told of what is accepted, where TLS precedes a connection."""
     _num_accepted = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -55,6 +59,8 @@ class ListeningSocket(socket.socket):
                 raise BlockingIOError
             connection, address = super().accept()
             if connection.fileno() < descriptors.max_accepted():
+                if self.greeted is not None:
+                    self.greeted.accepted(connection)
                 return connection, address
             connection.close()
 
@@ -72,6 +78,7 @@ class Connections:
         self.idle_timeout_s = idle_timeout_s
         self._limit = min(_MAX_CONNECTIONS, descriptors.max_connections() - descriptors.num_open())
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
+        self._greeting: dict[int, socket.socket] = {}  # by descriptor, in the order of arrival
         self._num_open = 0
         self._warned_s = -_QUIET_S
 
@@ -83,9 +90,26 @@ class Connections:
         while self._idle and time.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
+    def accepted(self, accepted: socket.socket) -> None:
+        """Bound the wait for a TLS handshake, during which uvicorn knows of no connection, and how many are
+        waited for: the oldest end first."""
+        number = accepted.fileno()
+        self._greeting.pop(number, None)  # of one that has ended
+        self._greeting[number] = accepted
+        asyncio.get_running_loop().call_later(_REQUEST_S, self._end_greeting, number, accepted)
+        if len(self._greeting) > max(self._limit - self._num_open, self._limit // 8):
+            self._end_greeting(*next(iter(self._greeting.items())))
+
+    def _end_greeting(self, number: int, accepted: socket.socket) -> None:
+        if self._greeting.get(number) is accepted:
+            del self._greeting[number]
+            with contextlib.suppress(OSError):  # it has ended by itself
+                accepted.shutdown(socket.SHUT_RDWR)
+
     def opened(self, connection: Connection) -> None:
         """Add a connection without a request; over the limit, close the one that is idle for longest."""
         self._num_open += 1
+        self._greeting.pop(connection.transport.get_extra_info("socket").fileno(), None)
         self.mark_idle(connection)
         if self._num_open > self._limit:
             oldest = next(iter(self._idle))
@@ -140,10 +164,15 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        if self._has_request and self.conn.their_state is h11.MUST_CLOSE:
+            return  # behind the last request, such as a further line end
         super().data_received(data)  # ends uvicorn's wait for a further request
-        if self._waiting is None and not self._has_request:
-            self._await_request()
+        if not self._has_request:
+            self._await_rest()
         self._see_request()
+        is_behind = self._has_request and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]
+        if is_behind and self._probing is None:  # nor is read then that the client disconnects
+            self._probe(_FIRST_PROBE_S)
 
     def on_response_complete(self) -> None:
         """A response is complete; the next request may have arrived already, or uvicorn waits for it."""
@@ -151,10 +180,31 @@ class Connection(H11Protocol):
         self._connections.mark_idle(self)
         self._see_request()
 
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be read; it may follow what is refused before its end, which has its response."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     # --- connections without a request
 
     def _await_request(self) -> None:
         self._waiting = self.loop.call_later(_REQUEST_S, self.transport.close)  # after all data is sent
+
+    def _await_rest(self) -> None:
+        """Of a request, or of one that was answered before its end: behind that, a further one."""
+        is_between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        if self._waiting is None and not is_between:
+            self._await_request()
+        elif is_between and not self.transport.is_closing():
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _see_request(self) -> None:
         if self._has_request:
@@ -195,7 +245,8 @@ class Connection(H11Protocol):
         """Whether the connection stays open for the response.
 
         A client that has disconnected looks the same until something is sent to it, so interim responses are
-        sent until the response begins. TLS has no half-closed connections.
+        sent until the response begins; and where what follows a request is not read yet. TLS does not have
+        half-closed connections.
         """
         is_tls = self.transport.get_extra_info("sslcontext") is not None
         if is_tls or not self._has_request or self.cycle.more_body:
@@ -210,4 +261,5 @@ class Connection(H11Protocol):
             interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self.transport.write(self.conn.send(interim))
         longer_s = min(2 * pause_s, _LONGEST_PROBE_S)
-        self._probing = self.loop.call_later(pause_s, self._probe, longer_s)
+        goes_on = self._half_closed or self.flow.read_paused
+        self._probing = self.loop.call_later(pause_s, self._probe, longer_s) if goes_on else None

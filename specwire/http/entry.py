@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import pydantic
 from starlette.requests import ClientDisconnect, Request
@@ -44,6 +46,7 @@ _BYTES_OF_ONE = 3
 """Most bytes that a byte of text takes in JSON: `\u00e9` is two. Control characters would take more."""
 #: pydantic's errors of fields that accept their neutral value only.
 _UNSUPPORTED = {"literal_error", "none_required", "too_long", "unsupported_part", "unsupported_item"}
+_MAX_NAME_LEN = 64
 _TOKEN_BYTES = 4
 _TEXT_BYTES = 32
 """Counted for each text in addition to its bytes: messages are processed one by one, for each choice."""
@@ -56,6 +59,7 @@ class Entry:
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
         self._large = asyncio.Semaphore(_NUM_LARGE)
+        self._large_by_token = WeakValueDictionary[str, asyncio.Semaphore]()
         self._thread = ThreadPoolExecutor(1, "http-body")
 
     async def body(self, request: Request, kind: type[Kind], model: ServedModel) -> Kind:
@@ -71,11 +75,15 @@ class Entry:
         if given.partition(";")[0].strip().lower() != "application/json":
             message = f"Content-Type {given!r} is not application/json"
             raise ApiError(415, message, code="unsupported_media_type")
-        length = request.headers.get("content-length", "")
-        declared = int(length) if length.isdecimal() else None  # it is chunked
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() not in ("", "identity"):
+            message = f"Content-Encoding {coding!r} is not served: send the body as it is"
+            raise ApiError(415, message, code="unsupported_media_type")
+        is_chunked = "transfer-encoding" in request.headers  # a length beside it says nothing
+        declared = None if is_chunked else int(request.headers.get("content-length", "0"))
         self._check_size(declared or 0)
         is_small = declared is not None and declared <= _SMALL_BYTES
-        async with contextlib.nullcontext() if is_small else self._large:
+        async with contextlib.nullcontext() if is_small else self._place(model.token):
             try:
                 async with asyncio.timeout(_READ_S):
                     scan = Scan(model.info.longest_len, self._config.max_prompt_bytes)
@@ -89,6 +97,16 @@ class Entry:
         if body.model is not None:
             check_model(body.model, model)
         return body
+
+    @contextlib.asynccontextmanager
+    async def _place(self, token: str) -> AsyncIterator[None]:
+        """Memory for a large body. Callers with one token share half of it: slow bodies of theirs do not hold
+        up those of others."""
+        own = self._large_by_token.setdefault(
+            token, asyncio.Semaphore(_NUM_LARGE // 2 if token else _NUM_LARGE)
+        )
+        async with own, self._large:
+            yield
 
     async def _received(self, receive: Receive, scan: Scan) -> bytearray:
         data = bytearray()
@@ -195,8 +213,17 @@ def read(kind: type[Kind], data: bytes | bytearray, ignored: Ignored | None = No
         body = kind.model_validate_json(data, context=ignored)
     except pydantic.ValidationError as error:
         raise _refusal(error) from None
+    json.loads(data, object_pairs_hook=_check_names, parse_int=str, parse_float=str)
     body.check()
     return body
+
+
+def _check_names(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Refuse a key twice, of which the last one would count."""
+    if len({name for name, _ in pairs}) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        name = name[:_MAX_NAME_LEN]
+        raise ApiError(400, f"{name}: is given twice", param=name, code="invalid_value")
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:

@@ -58,6 +58,7 @@ async def serving(config: HttpConfig) -> AsyncIterator[str]:
     metrics = Group(TABLE, lambda: front.counts)
     async with client, endpoint.serving(config.metrics_address, [metrics], tracer, "http"):
         connections = Connections(config.idle_timeout_s)
+        listening.greeted = connections if config.tls_cert else None
         server = _Server(_settings(config, front, connections))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:

@@ -157,6 +157,17 @@ def test_bodies_that_are_none(here: Fronted) -> None:
     form = {"content-type": "application/x-www-form-urlencoded"}
     status, error, _ = post(here, COMPLETIONS, completion(here), **form)
     assert (status, error["code"]) == (415, "unsupported_media_type")
+    status, error, _ = post(here, COMPLETIONS, completion(here), **{"content-encoding": "gzip"})
+    assert (status, error["code"]) == (415, "unsupported_media_type")
+    assert "gzip" in error["message"]
+
+
+@pytest.mark.parametrize("twice", [b'"max_tokens":"x","max_tokens":2', b'"logit_bias":{"1":1,"1":2}'])
+def test_a_key_twice(here: Fronted, twice: bytes) -> None:
+    body = b'{"model":%b,"prompt":[1],%b}' % (json.dumps(here.model).encode(), twice)
+    status, error, _ = post(here, COMPLETIONS, body)
+    name = twice.split(b'"')[-2].decode()
+    assert (status, error["param"], error["code"]) == (400, name, "invalid_value")
 
 
 def test_routes_and_models_that_are_not_there(here: Fronted) -> None:

@@ -226,6 +226,42 @@ class TestBodies:
             large.settimeout(20)
             assert large.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
+    def test_a_length_beside_chunks_says_nothing(self, here: Fronted) -> None:
+        """Else any number of large bodies would pass for small ones."""
+        chunk = b"%x\r\n%b\r\n"
+        with contextlib.ExitStack() as stack, front(here.stack.address, model_name="m") as address:
+            for _ in range(entry._NUM_LARGE):
+                stack.enter_context(connected(address)).sendall(head(MB) + b"{")
+            before = stack.enter_context(connected(address))
+            before.sendall(request())
+            assert before.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            large = stack.enter_context(connected(address))
+            data = json.dumps({"model": "m", "prompt": [1], "max_tokens": 1}).encode()
+            large.sendall(
+                head(4, "Transfer-Encoding: chunked") + chunk % (len(data), data) + chunk % (0, b"")
+            )
+            large.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                large.recv(1 << 16)
+
+    def test_slow_ones_of_a_tenant_do_not_hold_up_those_of_others(self, tmp_path: Path) -> None:
+        (alice, line), (bob, other) = make_token("alice"), make_token("bob")
+        (tmp_path / "tokens").write_text(f"{line}\n{other}\n")
+        options = {"tokens": str(tmp_path / "tokens")}
+        with (
+            local_stack("emulated:step_ms=1", coordinator_options=options) as services,
+            front(services.address, model_name="m") as address,
+            contextlib.ExitStack() as stack,
+        ):
+            for _ in range(2 * entry._NUM_LARGE):
+                slow = stack.enter_context(connected(address))
+                slow.sendall(head(MB, f"Authorization: Bearer {alice}") + b"{")
+            data = json.dumps({"model": "m", "prompt": [1], "max_tokens": 1, "user": "x" * 100_000}).encode()
+            large = stack.enter_context(connected(address))
+            large.settimeout(5)
+            large.sendall(head(len(data), f"Authorization: Bearer {bob}") + data)
+            assert large.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -300,6 +336,63 @@ class TestConnections:
             connection.sendall(request(model=here.model)[:-1])
             connection.shutdown(socket.SHUT_WR)
             assert received(connection) == b""
+
+    def test_the_rest_of_a_body_is_no_request(self, here: Fronted, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its connection is kept like any other."""
+        monkeypatch.setattr(connections, "_REQUEST_S", 0.2)
+        with connected(here.address) as connection:
+            data = request(model="none")
+            at = len(data) - 5
+            connection.sendall(data[:at].replace(b"application/json", b"application/none"))
+            assert answer_to_health(connection).startswith(b"HTTP/1.1 415 ")
+            connection.sendall(data[at:])
+            time.sleep(0.4)
+            connection.sendall(HEALTH)
+            assert answer_to_health(connection).startswith(b"HTTP/1.1 200")
+
+    @pytest.mark.parametrize("fields", [{}, {"stream": True}])
+    def test_a_line_end_behind_the_last_request_is_no_error(
+        self, here: Fronted, fields: dict[str, Any]
+    ) -> None:
+        data = request(model=here.model, max_tokens=300, **fields)
+        with connected(here.address) as connection:
+            connection.sendall(data.replace(b"Host:", b"Connection: close\r\nHost:"))
+            time.sleep(0.1)
+            connection.sendall(b"\r\n")
+            answer = received(connection)
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert answer.endswith(b"\r\n\r\n" if fields else b"}")
+
+    def test_a_client_that_leaves_is_noticed_behind_further_data(self, here: Fronted) -> None:
+        with connected(here.address) as connection:
+            connection.sendall(request(model=here.model, max_tokens=20_000))
+            time.sleep(0.2)
+            connection.sendall(HEALTH)
+            time.sleep(0.1)
+        here.stack.assert_idle_within(2)
+
+    def test_what_cannot_be_read_behind_a_refusal_ends_the_connection(
+        self, here: Fronted, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with connected(here.address) as connection:
+            data = head(4, "Transfer-Encoding: chunked").replace(b"application/json", b"none")
+            connection.sendall(data)
+            assert answer_to_health(connection).startswith(b"HTTP/1.1 415 ")
+            connection.sendall(b"no length\r\n")
+            assert received(connection) == b""
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+    def test_a_client_that_does_not_begin_with_tls_ends(
+        self, here: Fronted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(connections, "_REQUEST_S", 0.2)
+        cert, key = Authority(tmp_path).pair("server")
+        with (
+            front(here.stack.address, tls_cert=cert, tls_key=key) as address,
+            connected(address) as silent,
+        ):
+            silent.settimeout(2)
+            assert received(silent) == b""
 
 
 class TestUnreadResponses:
