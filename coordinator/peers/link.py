@@ -214,14 +214,16 @@ class SharedLink:
     # --- messages -------------------------------------------------------------------------------------
 
     async def _ending(self, work: Callable[[], Awaitable[None]]) -> None:
-        """End the stream with the error of one of its tasks, be it a defect: sequences would wait in vain."""
+        """End the stream with one of its tasks, be it by a defect: sequences would wait in vain."""
+        error: SpecwireError = InternalError("the stream to a model service failed; the log has the details")
         try:
             await work()
-        except SpecwireError as error:
-            self._end(error)
+        except SpecwireError as found:
+            error = found
         except Exception:
             log.exception("a stream to a model service failed")
-            self._end(InternalError("the stream to a model service failed; the log has the details"))
+        finally:
+            self._end(error)
 
     async def _send_all(self) -> None:
         while True:

@@ -310,6 +310,13 @@ async def test_a_defect_ends_the_stream_instead_of_its_task_alone(
     assert type(first.error) is InternalError
 
 
+async def test_a_task_that_is_cancelled_ends_the_stream(opened: Opened) -> None:
+    (first,) = opened.sequences(1)
+    opened.link._tasks[1].cancel()
+    await first.change()
+    assert type(first.error) is InternalError
+
+
 def test_an_error_with_fields_missing_is_an_internal_one() -> None:
     """What a broken peer reports may lack them."""
     sent = columns.error_to_proto(1, ResourceExhaustedError("full", 7))
