@@ -27,7 +27,7 @@ from specwire.errors import (
     ServiceUnavailableError,
     SpecwireError,
 )
-from specwire.rpc import channel
+from specwire.rpc import channel, statuses
 from specwire.rpc.wire import model as wire
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles, fetch
 from specwire.v1 import draft_pb2, draft_pb2_grpc, verify_pb2, verify_pb2_grpc
@@ -207,9 +207,13 @@ class RemoteReplica(Replica):
         while it answers."""
         try:
             while (report := await watch.read()) is not grpc.aio.EOF:
+                if report is None:
+                    self._health = ServiceUnavailableError(statuses.GARBLED)
+                    break
                 self._health = report.status == health_pb2.HealthCheckResponse.SERVING
                 self._change.set()
-            self._health = ServiceUnavailableError("the service ended")
+            else:
+                self._health = ServiceUnavailableError("the service ended")
         except grpc.RpcError as error:
             self._health = True if error.code() in _NO_HEALTH else peer_error(error)
         self._change.set()
@@ -293,9 +297,12 @@ async def _answer(method: Any, request: Any, timeout_s: float) -> Any:
         SpecwireError: as the peer raised it, or for a failure of the transport.
     """
     try:
-        return await method(request, timeout=timeout_s)
+        answer = await method(request, timeout=timeout_s)
     except grpc.RpcError as error:
         raise peer_error(error) from None
+    if answer is None:
+        raise ServiceUnavailableError(statuses.GARBLED)
+    return answer
 
 
 class VerifyPool(Pool):

@@ -67,6 +67,8 @@ class GrpcCall:
             raise await why_ended(self._call) from None
         if response is grpc.aio.EOF:
             raise await why_ended(self._call)
+        if response is None:  # what grpc.aio makes of bytes that are no message
+            raise ServiceUnavailableError(statuses.GARBLED)
         return response
 
     def cancel(self) -> None:

@@ -24,7 +24,7 @@ from specwire.client.streaming import AsyncStream, Stream
 from specwire.completion import Completion
 from specwire.config.security.tls import TLS, Credentials
 from specwire.core import MIN_CREDIT_TOKENS, ModelInfo, SamplingParams
-from specwire.errors import RequestCancelledError, SpecwireError
+from specwire.errors import InternalError, RequestCancelledError, SpecwireError
 from specwire.rpc.wire.client import generate_request
 from specwire.rpc.wire.model import model_info_from_proto
 from specwire.rpc.wire.tokenizer_files import TokenizerFiles, fetch
@@ -237,6 +237,8 @@ class AsyncClient:
         response = await self._endpoints.unary(
             "GetModelInfo", request, arguments.timeout(timeout_s), self._authorization(token)
         )
+        if not response.HasField("target"):
+            raise InternalError("the coordinator does not say which target it serves")
         draft = model_info_from_proto(response.draft) if response.HasField("draft") else None
         return model_info_from_proto(response.target), draft
 

@@ -13,6 +13,7 @@ import grpc.aio
 from specwire.client.resume import NotServedError, RetryPolicy, Search, may_serve_elsewhere
 from specwire.config.security.tls import Credentials
 from specwire.errors import (
+    InternalError,
     InvalidRequestError,
     RequestCancelledError,
     ResourceExhaustedError,
@@ -61,6 +62,8 @@ class Endpoint:
             why = explain(text, self.address, CLIENT)
             ours = ServiceUnavailableError(why) if why else ours
         elif isinstance(ours, ResourceExhaustedError) and "larger than max" in text:
+            if "CLIENT:" in text:
+                return InternalError(f"the coordinator at {self.address} sent too large a message: {text}")
             sizes = text.partition("(")[2].partition(")")[0]
             return InvalidRequestError("prompt", f"{sizes} bytes", "is over the server's message size limit")
         if not may_serve_elsewhere(ours):
@@ -123,6 +126,8 @@ class Endpoints:
                     raise
                 raise RequestCancelledError("the client is closed") from None
             else:
+                if answer is None:
+                    raise InternalError(f"the coordinator at {self[index].address}: {statuses.GARBLED}")
                 self.preferred = index
                 return answer
             if not isinstance(problem, NotServedError):

@@ -166,7 +166,12 @@ class ReceivedTokens:
         """The chunk of a response; tokens held back before keep their first fate and log probabilities.
         Raises InternalError if it does not continue the tokens before."""
         if response.HasField("resume_info"):
-            self._info = resume_info_from_proto(response.resume_info)
+            info = resume_info_from_proto(response.resume_info)
+            if self._info not in (None, info):
+                raise InternalError(f"a generation of {self._info} goes on with {info}")
+            self._info = info
+        if not response.HasField("chunk"):
+            raise InternalError("a message of the stream is neither a chunk nor a completion")
         chunk = chunk_from_proto(response.chunk)
         num_held = len(self._held)
         if chunk.first_index != len(self.tokens):
@@ -174,10 +179,27 @@ class ReceivedTokens:
         tokens = [*map(_restored, self._held, chunk.tokens), *chunk.tokens[num_held:]]
         self._held = [*self._held[len(tokens) :], *chunk.held]
         self.tokens += tokens
+        most = self._request.stop_conditions.max_tokens
+        if most and len(self.tokens) + len(self._held) > most:
+            problem = f"{len(self.tokens) + len(self._held)} tokens came where max_tokens is {most}"
+            raise InternalError(problem)
         # A coordinator that begins again sends the prompt again.
+        if chunk.prompt and response.chunk.first_prompt_index > len(self.prompt):
+            number = response.chunk.first_prompt_index
+            raise InternalError(f"after {len(self.prompt)} tokens of the prompt came number {number}")
         prompt = chunk.prompt[max(0, len(self.prompt) - response.chunk.first_prompt_index) :]
         self.prompt += prompt
         return replace(chunk, tokens=tuple(tokens), prompt=prompt)
+
+    def check_end(self, completion: generation_pb2.Completion) -> None:
+        """Raises InternalError if the output has other tokens than these."""
+        if self._held:
+            raise InternalError(
+                f"{len(self._held)} tokens were held back, and the completion came before them"
+            )
+        num_tokens = completion.usage.completion_tokens  # of a beam search, of all texts
+        if not completion.hypotheses and num_tokens != len(self.tokens):
+            raise InternalError(f"{len(self.tokens)} tokens came of an output of {num_tokens}")
 
     def request(self) -> generation_pb2.GenerateRequest:
         """The request to the next coordinator."""

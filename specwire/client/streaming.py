@@ -17,8 +17,14 @@ from specwire.client.resume import NotServedError, ReceivedTokens, RetryPolicy, 
 from specwire.client.spans import GenerationSpan
 from specwire.completion import Chunk, Completion, Token
 from specwire.core import MAX_UNACKNOWLEDGED_TOKENS
-from specwire.errors import RequestCancelledError, ServiceUnavailableError, SpecwireError, StreamIdleError
-from specwire.rpc import private
+from specwire.errors import (
+    InternalError,
+    RequestCancelledError,
+    ServiceUnavailableError,
+    SpecwireError,
+    StreamIdleError,
+)
+from specwire.rpc import private, statuses
 from specwire.rpc.wire.client import acknowledgement, completion_from_proto
 from specwire.v1 import generation_pb2
 
@@ -83,6 +89,8 @@ class Part:
         if response is grpc.aio.EOF:
             error = ServiceUnavailableError("the stream ended without a completion")
             raise NotServedError(error, may_recover=True)
+        if response is None:
+            raise InternalError(f"the coordinator at {self._endpoint.address}: {statuses.GARBLED}")
         self._has_answered = True
         self._num_in_hand = len(response.chunk.tokens)
         answer: generation_pb2.GenerateResponse = response
@@ -151,6 +159,8 @@ class AsyncStream:
         self._num_tokens_before = 0
         self._cancelled = asyncio.Event()
         self._completion: Completion | None = None
+        self._reading = asyncio.Lock()  # of several readers, one would see the end as a loss
+        self._wrong: InternalError | None = None  # what came is no generation, nor is anything after it
         self._open(endpoints.preferred)
 
     @property
@@ -177,7 +187,15 @@ class AsyncStream:
             SpecwireError: any other failure of the generation.
         """
         try:
-            chunk = await self._next_chunk()
+            async with self._reading:
+                if self._wrong is not None:
+                    raise self._wrong
+                chunk = await self._next_chunk()
+        except InternalError as error:
+            self._wrong = error
+            self._part.cancel()
+            self._span.failed(error)
+            raise
         except BaseException as error:
             self._span.failed(error)
             raise
@@ -193,6 +211,7 @@ class AsyncStream:
             except NotServedError as refusal:
                 response = await self._read_elsewhere(refusal)
             if response.WhichOneof("event") == "completion":
+                self._progress.check_end(response.completion)
                 tokens, num_resumes = self._progress.tokens, self.num_resumes
                 done = completion_from_proto(response.completion, tokens, num_resumes)
                 self._completion = replace(done, prompt=tuple(self._progress.prompt))

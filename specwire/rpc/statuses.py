@@ -57,6 +57,10 @@ def _cut(text: str, max_bytes: int) -> str:
     return data[: max_bytes - len(_CUT)].decode(errors="ignore") + _CUT
 
 
+GARBLED = "what it sent is no message of the protocol"
+"""grpc.aio hands over None for such bytes, and ends neither the call nor the stream."""
+
+
 def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
     """The error that the peer raised, or the one that corresponds to the status or the failed transport."""
     info = _error_info(error)

@@ -317,7 +317,7 @@ def acknowledged_tokens(request: generation_pb2.GenerateRequest) -> int:
     return request.credit_tokens
 
 
-def _token_from_proto(message: generation_pb2.Token, sources: Sequence[str]) -> Token:
+def _token_from_proto(message: generation_pb2.Token, sources: Mapping[int, str]) -> Token:
     return Token(
         token_id=message.id,
         text=message.text,
@@ -418,7 +418,7 @@ class OpenChunk:
 
 def chunk_from_proto(message: generation_pb2.Chunk) -> Chunk:
     """A chunk as a client sees it."""
-    sources = ["", *message.sources]
+    sources = _Known("source", dict(enumerate(["", *message.sources])))
     tokens = tuple(_token_from_proto(token, sources) for token in message.tokens)
     return Chunk(
         text="".join(token.text for token in tokens),
