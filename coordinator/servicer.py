@@ -182,6 +182,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ledger=call.ledger,
                 totals=self.totals.tally,
             )
+            await session.replay()
             call.begin(session)
 
             def take() -> generation_pb2.GenerateResponse:
@@ -238,7 +239,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async with contextlib.aclosing(search.rounds()) as rounds:
                 async for done in rounds:
                     answer.add(done)
-            first = answer.finish(search.finished)
+            first = await answer.finish(search.finished)
             completion = answer.completion()
         num_sent = len(first.chunk.tokens)
         reader.credit.spend(num_emitted=num_sent, num_sent=num_sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from specwire.rpc.wire import client as client_wire
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
 
+_NUM_AT_ONCE = 256
+"""Tokens that are replayed at a time, for a few milliseconds: then others have their turn."""
 _Item = dict[str, Any]
 """A token without its text, see `OpenChunk.item`."""
 
@@ -31,13 +34,10 @@ class Session:
     its length does not depend on how fast the client reads.
 
     Tokens that an earlier stream generated pass through the same text machinery without being sent: a stop
-    string or a character may span the resume point.
+    string or a character may span the resume point. `replay` does that before the first round.
 
     Attributes:
         totals: of all generations; its rounds are counted there too, as they end.
-
-    Raises:
-        InvalidRequestError: generated tokens follow the end of the generation.
     """
 
     request: GenerationRequest
@@ -66,7 +66,6 @@ class Session:
         self._num_emitted = self._num_given = self._num_taken = 0
         self._stop_reason: str | int | None = None
         self._tally = Tally()
-        self._replay(request.generated_token_ids)
 
     @property
     def ended(self) -> bool:
@@ -105,10 +104,17 @@ class Session:
         )
         return self._chunk.take(held, self._tally.speculation(), self.ledger.timing(), tree)
 
-    def _replay(self, token_ids: Sequence[int]) -> None:
-        """Process the tokens of an earlier stream, which sent those whose text was certain."""
+    async def replay(self) -> None:
+        """Process the tokens of an earlier stream, which sent those whose text was certain.
+
+        Raises:
+            InvalidRequestError: some follow the end of the generation.
+        """
+        token_ids: Sequence[int] = self.request.generated_token_ids
         num_released = 0
         for i, token_id in enumerate(token_ids):
+            if i % _NUM_AT_ONCE == _NUM_AT_ONCE - 1:
+                await asyncio.sleep(0)
             if self.ended:
                 name = f"generated_token_ids[{i}]"
                 raise InvalidRequestError(name, token_id, "comes after the end of the generation")

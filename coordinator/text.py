@@ -131,6 +131,48 @@ class IncrementalDetokenizer:
             self._num_emitted = len(text) - num_waiting
 
 
+class _StopString:
+    """How much of one stop string the text ends with, at a constant cost for each character.
+
+    Attributes:
+        num_open: latest characters of the text that are the beginning of the stop string.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_open = 0
+        # Where a longer beginning of it does not go on, the next shorter one that the text ends with.
+        self._shorter = [0]
+
+    def find(self, text: str, *, may_stop: bool) -> int | None:
+        """Append text; returns where in it the stop string ends for the first time, if that counts."""
+        stop, num_open, i = self.stop, self.num_open, 0
+        while i < len(text):
+            if not num_open:  # quick, as it is almost always
+                i = text.find(stop[0], i)
+                if i < 0:
+                    break
+            num_open = self._after(num_open, text[i])
+            i += 1
+            if num_open == len(stop):
+                if may_stop:
+                    return i
+                num_open = self._next_shorter(num_open)
+        self.num_open = num_open
+        return None
+
+    def _after(self, num_open: int, char: str) -> int:
+        while num_open and self.stop[num_open] != char:
+            num_open = self._next_shorter(num_open)
+        return num_open + (self.stop[num_open] == char)
+
+    def _next_shorter(self, num_open: int) -> int:
+        while len(self._shorter) < num_open:  # known as far as it was asked for (Knuth, Morris, Pratt)
+            known = len(self._shorter)
+            self._shorter.append(self._after(self._shorter[known - 1], self.stop[known]))
+        return self._shorter[num_open - 1]
+
+
 class StopMatcher:
     """Finds the stop string that ends first, and holds back text that may be the beginning of one.
 
@@ -142,7 +184,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
-        self._stop_strings = tuple(stop_strings)
+        self._stop_strings = [_StopString(stop) for stop in stop_strings]
         self._held = ""
         self.stopped_by: str | None = None
 
@@ -153,17 +195,17 @@ class StopMatcher:
         """
         if self.stopped_by is not None:
             return ""
-        num_held, text = len(self._held), self._held + text
-        ends = []
-        for stop in self._stop_strings if may_stop else ():
-            start = text.find(stop, max(0, num_held - len(stop) + 1))  # what ended before did not count
-            if start >= 0:
-                ends.append((start + len(stop), -len(stop), stop))
+        num_held, ends = len(self._held), []
+        for each in self._stop_strings:
+            end = each.find(text, may_stop=may_stop)
+            if end is not None:
+                ends.append((end, -len(each.stop), each.stop))
+        text = self._held + text
         if ends:
             end, _, self.stopped_by = min(ends)
             self._held = ""
-            return text[: end - len(self.stopped_by)]
-        split = len(text) - max((_num_open(text, stop) for stop in self._stop_strings), default=0)
+            return text[: num_held + end - len(self.stopped_by)]
+        split = len(text) - max((each.num_open for each in self._stop_strings), default=0)
         self._held = text[split:]
         return text[:split]
 
@@ -171,16 +213,6 @@ class StopMatcher:
         """At the end of the output: the text held back, which did not become a stop string."""
         text, self._held = self._held, ""
         return text
-
-
-def _num_open(text: str, stop: str) -> int:
-    """Latest characters of the text that may be the beginning of a stop string."""
-    start = max(0, len(text) - len(stop) + 1)
-    while (start := text.find(stop[0], start)) >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0
 
 
 Item = TypeVar("Item")

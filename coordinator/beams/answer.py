@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,6 +20,9 @@ from specwire.rpc.wire import client as client_wire
 from specwire.rule.beam_search import Scored
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
+
+_NUM_AT_ONCE = 256
+"""Tokens that become text at a time, for a few milliseconds: then others have their turn."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +51,7 @@ class BeamAnswer:
         self._tally.add(done)
         self.totals.add(done)
 
-    def finish(self, found: Sequence[Scored]) -> generation_pb2.GenerateResponse:
+    async def finish(self, found: Sequence[Scored]) -> generation_pb2.GenerateResponse:
         """The search has ended.
 
         Args:
@@ -61,7 +65,7 @@ class BeamAnswer:
         hypotheses = []
         for each in found[: self.request.params.num_return_sequences]:
             token_ids = each.beam.tokens()
-            pieces.append(self._text(token_ids))
+            pieces.append(await self._text(token_ids))
             stops = token_ids[-1] in self.request.end_ids
             hypotheses.append(
                 Hypothesis(
@@ -96,11 +100,15 @@ class BeamAnswer:
             hypotheses=self._hypotheses,
         )
 
-    def _text(self, token_ids: Sequence[int]) -> list[str]:
+    async def _text(self, token_ids: Sequence[int]) -> list[str]:
         """What each token adds to the text."""
         before = self.request.target.decoded(self.request.prompt_token_ids)
         skips = self.request.params.skip_special_tokens
         assembler = TextAssembler[None](self.tokenizer, before, (), skip_special_tokens=skips)
         ends = self.request.end_ids
-        released = [each for i in token_ids for each in assembler.add(i, None, silent=i in ends)]
+        released: list[tuple[None, str]] = []
+        for start in range(0, len(token_ids), _NUM_AT_ONCE):
+            await asyncio.sleep(0)
+            for token_id in token_ids[start : start + _NUM_AT_ONCE]:
+                released += assembler.add(token_id, None, silent=token_id in ends)
         return [text for _, text in released + assembler.finish()]

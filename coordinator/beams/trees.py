@@ -61,7 +61,9 @@ def packed(beams: Sequence[Beam], most: int) -> list[BeamTree]:
     for beam in beams:
         for group in groups:
             both = [*group, beam]
-            if len(_below(_ancestor(both), both, most)) <= most:
+            ancestor = _ancestor(both)
+            is_near = beam.length - ancestor.length <= most
+            if is_near and len(_below(ancestor, both, most)) <= most:
                 group.append(beam)
                 break
         else:
@@ -70,12 +72,22 @@ def packed(beams: Sequence[Beam], most: int) -> list[BeamTree]:
 
 
 def common_ancestor(one: Beam, other: Beam) -> Beam:
-    """The longest text that both begin with."""
-    while one is not other:
-        longer, shorter = (one, other) if one.length >= other.length else (other, one)
-        assert longer.parent is not None
-        one, other = longer.parent, shorter
+    """The longest text that both begin with, in steps that grow with the logarithm of their lengths."""
+    if one.length < other.length:
+        one, other = other, one
+    while one.length > other.length:
+        one = one.jump if one.jump.length >= other.length else _parent(one)
+    while one is not other:  # of one length: so are their jumps
+        if one.jump is other.jump:
+            one, other = _parent(one), _parent(other)
+        else:
+            one, other = one.jump, other.jump
     return one
+
+
+def _parent(beam: Beam) -> Beam:
+    assert beam.parent is not None
+    return beam.parent
 
 
 def _ancestor(beams: Iterable[Beam]) -> Beam:

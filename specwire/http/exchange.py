@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ def refusal(told: ApiError) -> JSONResponse:
     return JSONResponse(told.body(), status_code=told.status, headers=told.headers)
 
 
+_TOKEN_DEPTH = 5
+"""Of a token's log probabilities in a response: choices, a choice, its logprobs, a list, and the token."""
 Answered = Answer | ResponsesAnswer
 """One response in the form of its API."""
 Choice = tuple[Prompt, SamplingParams]
@@ -72,8 +74,8 @@ class Exchange:
                 await self._stream(await anext(events), events, scope, send)
             else:
                 self._completions = {i: each async for i, each in events if isinstance(each, Completion)}
-                choices = itertools.chain.from_iterable(map(_choices_of, self._in_order()))
-                await JSONResponse(self.answer.whole([*choices]))(scope, receive, send)
+                whole = await asyncio.to_thread(self._whole)  # log probabilities take long
+                await whole(scope, receive, send)
 
     @contextlib.asynccontextmanager
     async def _running(self, scope: Scope) -> AsyncIterator[AsyncIterator[Event]]:
@@ -144,8 +146,32 @@ class Exchange:
         else:
             await _send_events(send, self.answer.chunk(index, event))
 
+    def _whole(self) -> JSONResponse:
+        choices = itertools.chain.from_iterable(map(_choices_of, self._in_order()))
+        return _Whole(self.answer.whole([*choices]))
+
     def _in_order(self) -> list[Completion]:
         return [self._completions[index] for index in range(len(self.choices))]
+
+
+class _Whole(JSONResponse):
+    """JSON that is written token by token, since the GIL is held while a value is written."""
+
+    def render(self, content: Any) -> bytes:
+        return "".join(_written(content, _TOKEN_DEPTH)).encode()
+
+
+def _written(value: Any, depth: int) -> Iterator[str]:
+    if not (depth and value and isinstance(value, dict | list)):
+        yield json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return
+    is_object = isinstance(value, dict)
+    for i, each in enumerate(value):
+        yield "," if i else "{" if is_object else "["
+        if is_object:
+            yield json.dumps(each, ensure_ascii=False) + ":"
+        yield from _written(value[each] if is_object else each, depth - 1)
+    yield "}" if is_object else "]"
 
 
 def _choices_of(done: Completion) -> list[Completion]:

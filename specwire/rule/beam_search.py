@@ -27,14 +27,23 @@ class Beam:
     """A text, as its last token and the text before that; the root is the empty text.
 
     Equal texts of one search are one object.
+
+    Attributes:
+        jump: a text that it begins with, of a length that follows from its own: any one is few jumps and
+            parents away (Myers 1983). Of the root, itself.
     """
 
-    __slots__ = ("length", "parent", "token_id")
+    __slots__ = ("jump", "length", "parent", "token_id")
 
     def __init__(self, parent: Beam | None = None, token_id: int = -1) -> None:
         self.parent = parent
         self.token_id = token_id
         self.length: int = parent.length + 1 if parent is not None else 0
+        self.jump: Beam = parent if parent is not None else self
+        if parent is not None:
+            far = parent.jump.jump
+            if parent.length - parent.jump.length == parent.jump.length - far.length:
+                self.jump = far
 
     def tokens(self, start: int = 0) -> list[int]:
         """Its tokens from an index on."""

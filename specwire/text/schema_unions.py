@@ -41,7 +41,8 @@ class Unions:
 
     def __init__(self, root: Any, annotations: set[str]) -> None:
         self._root, self._annotations = root, annotations
-        self._tags_by_ref: dict[str, Tags] = {}
+        self._known_tags: dict[int, tuple[Any, Tags]] = {}  # by the id of the schema, which is kept
+        self._texts_by_ref: dict[str, frozenset[str]] = {}
         self._num_merged = 0
 
     def rewritten(self, schema: Any) -> Any:
@@ -71,11 +72,13 @@ class Unions:
         """Properties without which nothing matches, with the texts that each may be."""
         if not isinstance(schema, dict):
             return {}
+        if id(schema) not in self._known_tags:
+            self._known_tags[id(schema)] = schema, self._found_tags(schema)
+        return self._known_tags[id(schema)][1]
+
+    def _found_tags(self, schema: Mapping[str, Any]) -> Tags:
         if "$ref" in schema:
-            ref = schema["$ref"]
-            if ref not in self._tags_by_ref:
-                self._tags_by_ref[ref] = self._tags(self._at(ref))
-            return self._tags_by_ref[ref]
+            return self._tags(self._at(schema["$ref"]))
         if "allOf" in schema:
             return self._tags(self.merged(schema))
         for union in ("oneOf", "anyOf"):
@@ -84,12 +87,15 @@ class Unions:
         if schema.get("type") != "object":
             return {}
         required, properties = schema.get("required", []), schema.get("properties", {})
-        return {name: texts for name in required if (texts := self._texts(properties[name]))}
+        return {name: texts for name in dict.fromkeys(required) if (texts := self._texts(properties[name]))}
 
     def _texts(self, schema: Any) -> frozenset[str]:
         """All that a value may be, if these are texts; else nothing."""
         if isinstance(schema, dict) and "$ref" in schema:
-            return self._texts(self._at(schema["$ref"]))
+            ref = schema["$ref"]
+            if ref not in self._texts_by_ref:
+                self._texts_by_ref[ref] = self._texts(self._at(ref))
+            return self._texts_by_ref[ref]
         values = _values(schema)
         return frozenset(values) if all(isinstance(value, str) for value in values) else frozenset()
 

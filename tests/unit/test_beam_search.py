@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,8 +117,8 @@ def follow(proposal: Proposal, token_ids: Sequence[int]) -> int | None:
 
 def test_draft_tokens_follow_their_beams_within_the_room() -> None:
     """Of a chain and of a tree; a token that is proposed twice is one node."""
-    one, other = (Beam(Beam(), token_id) for token_id in (7, 8))
-    other.parent = one.parent
+    root = Beam()
+    one, other = (Beam(root, token_id) for token_id in (7, 8))
     tree = BeamTree([one, other])
     tree.add(one, Proposal(1, [1, 2], source="draft"), 8)
     tree.add(other, Proposal(1, [1, 3, 4], source="draft", parents=[-1, -1, 1]), 6)
@@ -163,3 +164,15 @@ def test_a_failure_ends_all_calls_of_a_round() -> None:
     with pytest.raises(ServiceUnavailableError):
         asyncio.run(both())
     assert cancelled == [True]
+
+
+def test_beams_that_parted_long_ago_are_packed_quickly() -> None:
+    root = Beam()
+    beams = [root] * 16
+    for _ in range(4000):
+        beams = [Beam(beam, place) for place, beam in enumerate(beams)]
+    started_s = time.perf_counter()
+    trees = packed(beams, 64)
+    assert time.perf_counter() - started_s < 0.05
+    assert [tree.prefix for tree in trees] == beams
+    assert common_ancestor(*beams[:2]) is root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import timeit
 from typing import Any
 
 import pytest
@@ -182,3 +183,11 @@ def test_the_embedded_pair_knows_tools() -> None:
     text = known.decode(known.apply_chat_template(said, tools=tools))
     for part in ('# function: {"name": "now"', f"# <tool_call>{NOW}</tool_call>", "# 12:00"):
         assert part in text
+
+
+@pytest.mark.parametrize("before", ["", "<tool_call>", f"<tool_call>{NOW}"])
+def test_long_white_space_is_cheap(before: str) -> None:
+    parser = ToolParser(HERMES, NAMES)
+    parser.feed(before)
+    took_s = timeit.timeit(lambda: parser.feed(" " * 64), number=2000)
+    assert took_s < 1  # 2 and more where all of it is read at each character

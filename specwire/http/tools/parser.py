@@ -74,7 +74,7 @@ class ToolParser:
         self._is_left_out = False
         self._found: list[tuple[type[Event], list[str]]] = []
         self._waiting: deque[str] = deque()
-        self._held = ""
+        self._held: list[str] = []  # character by character: white space may be long
         self._object: list[str] = []
         self._is_start = True
         self._follows_call = False
@@ -133,28 +133,31 @@ class ToolParser:
         Held: white space, then the beginning of a marker.
         """
         marker = self._form.marker
+        seen = "".join(self._held).lstrip()
         while True:
             char = yield
-            self._held += char
-            seen = self._held.lstrip()
+            self._held.extend(char)
+            seen = (seen + char).lstrip()
             if seen == marker:
                 return self._form.start
             if seen == "{" and self._is_start and self._form.is_optional:
-                self._held = self._held[:-1]
+                self._held.pop()
                 self._waiting.appendleft(char)
                 return ""
             if not char:
                 self._release(len(self._held))
+                seen = ""
             elif not marker.startswith(seen):
                 num_kept = next(
                     n for n in range(len(seen) - 1, -1, -1) if marker.startswith(seen[len(seen) - n :])
                 )
                 self._release(len(self._held) - (1 if char.isspace() else num_kept))
+                seen = "".join(self._held).lstrip()
 
     def _call(self, start: str) -> Generator[None, str, bool]:
         """From a marker to the end of the call's object, if it has one; held until it is a call."""
         while (char := (yield)) != "{" or start:
-            self._held += char
+            self._held.extend(char)
             if not char.isspace():
                 if not char or char != start:
                     raise _NoCall
@@ -188,14 +191,14 @@ class ToolParser:
         self._num_incomplete -= 1
         while scan.depth:
             char = yield
-            self._held += char
+            self._held.extend(char)
             if not char or not scan.feed(char):
                 self._read_again()
                 return False
-        if not json.loads("{" + self._held.strip().removeprefix(",")).keys() <= _AFTER:
+        if not json.loads("{" + "".join(self._held).strip().removeprefix(",")).keys() <= _AFTER:
             self._read_again()
             return False
-        self._held = ""
+        self._held.clear()
         return True
 
     def _goes_on(self) -> Generator[None, str, bool]:
@@ -203,14 +206,15 @@ class ToolParser:
 
         Held: white space, then the beginning of the format's end.
         """
+        seen = ""
         while True:
             char = yield
-            self._held += char
-            seen = self._held.lstrip()
+            self._held.extend(char)
+            seen = (seen + char).lstrip()
             if seen and seen == self._form.separator:
                 return True
             if seen and seen == self._form.end:
-                self._held = ""
+                self._held.clear()
                 return False
             if not char or not self._form.end.startswith(seen):
                 self._read_again()
@@ -220,7 +224,8 @@ class ToolParser:
 
     def _release(self, length: int) -> None:
         """The first characters are content."""
-        text, self._held = self._held[:length], self._held[length:]
+        text = "".join(self._held[:length])
+        del self._held[:length]
         if self._follows_call:
             text = text.lstrip()
         if text:
@@ -232,24 +237,24 @@ class ToolParser:
         """All was the beginning of a call of this name and these arguments, if the name is known."""
         if call is None or call[0] not in self._names:
             raise _NoCall
-        self._held, self._object = "", []
+        self._held, self._object = [], []
         self._is_start, self._follows_call = False, True
         self._emit(CallBegins, call[0])
         self._emit(Arguments, call[1])
 
     def _give_up(self) -> None:
         """It was no call. A real one may begin at any character after the first visible one."""
-        self._held += "".join(self._object)
+        text = "".join((*self._held, *self._object))
         self._object = []
-        num_certain = len(self._held) - len(self._held.lstrip()) + 1
-        self._waiting.extendleft(reversed(self._held[num_certain:]))
-        self._held = self._held[:num_certain]
+        num_certain = len(text) - len(text.lstrip()) + 1
+        self._waiting.extendleft(reversed(text[num_certain:]))
+        self._held = [*text[:num_certain]]
         self._release(num_certain)
 
     def _read_again(self) -> None:
         """It is outside of calls."""
         self._waiting.extendleft(reversed(self._held))
-        self._held = ""
+        self._held.clear()
 
 
 def _call(text: str) -> tuple[str, str] | None:
