@@ -134,7 +134,9 @@ class Service:
             if not self.address and (error := logs.reported(line)):
                 self._error = error
             else:
-                logs.forward(line, self.module)
+                # A full disk, or a reader that has ended: read on, or the process would wait for us to.
+                with contextlib.suppress(OSError, ValueError):
+                    logs.forward(line, self.module)
 
 
 def end_on_signals(terminated: int = 128 + signal.SIGTERM) -> None:

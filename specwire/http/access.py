@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.datastructures import MutableHeaders
 from starlette.routing import Match, Route
@@ -31,6 +32,7 @@ from specwire.telemetry.tracing import CANCELLED, Attributes, Span, SpanKind, Tr
 log = logging.getLogger(__name__)
 
 _SAMPLED = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f][13579bdf](-.*)?")
+_ABSOLUTE_FORM = re.compile(rb"https?://([^/#]+)(.*)", re.IGNORECASE)
 _MAX_PATH_LEN = 256
 _MAX_NAMES, _MAX_NAME_LEN = 16, 64
 """Of ignored parameters, in a warning."""
@@ -77,6 +79,7 @@ class Observed:
     is_lenient: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _to_origin_form(scope)
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if REQUEST_ID.fullmatch(given) else "req-" + secrets.token_hex(12)
         ignored = Ignored() if self.is_lenient else None
@@ -130,6 +133,14 @@ class Observed:
         }
         name = f"{method or 'HTTP'} {route}".rstrip()
         return self.tracer.span(name, kind=SpanKind.SERVER, parent=parent, attributes=attributes)
+
+
+def _to_origin_form(scope: Scope) -> None:
+    """Read `GET http://HOST/health` as `GET /health`, whose host counts (RFC 9112, section 3.2.2)."""
+    if found := _ABSOLUTE_FORM.fullmatch(scope["raw_path"]):
+        host, path = found[1], found[2] or b"/"
+        scope["raw_path"], scope["path"] = path, unquote(path.decode("ascii"))
+        scope["headers"] = [(b"host", host), *(each for each in scope["headers"] if each[0] != b"host")]
 
 
 class _Sent:

@@ -174,6 +174,13 @@ class Connection(H11Protocol):
         if is_behind and self._probing is None:  # nor is read then that the client disconnects
             self._probe(_FIRST_PROBE_S)
 
+    def handle_events(self) -> None:
+        """Line ends before a request are ignored (RFC 9112, section 2.2); h11 ignores none."""
+        if self.conn.their_state is h11.IDLE:
+            data, _ = self.conn.trailing_data
+            self.conn._receive_buffer.maybe_extract_at_most(len(data) - len(data.lstrip(b"\r\n")))
+        super().handle_events()
+
     def on_response_complete(self) -> None:
         """A response is complete; the next request may have arrived already, or uvicorn waits for it."""
         super().on_response_complete()

@@ -86,7 +86,10 @@ async def _drain(
     if not running.done():
         await client.close()
         await asyncio.wait([running], timeout=_LAST_EVENTS_S)
-        server.force_exit = True  # clients that read nothing
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # of clients that read nothing, or have not sent all
+        await asyncio.wait([running], timeout=_LAST_EVENTS_S)
+        server.force_exit = True
     await running
 
 

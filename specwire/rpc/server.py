@@ -89,7 +89,10 @@ class Server:
             *_LIMITS,
             ("grpc.server.max_pending_requests", num_pending),
             ("grpc.server.max_pending_requests_hard_limit", num_pending + num_pending // 4),
-            ("grpc.max_allowed_incoming_connections", descriptors.max_connections()),
+            (
+                "grpc.max_allowed_incoming_connections",
+                max(1, descriptors.max_connections() - descriptors.num_open()),
+            ),
         ]
         tokens = Tokens(config.tokens) if config.tokens else None
         self.interceptor = Interceptor(tokens, self.drain, config.capacity, _abort)

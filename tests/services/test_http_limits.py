@@ -331,6 +331,32 @@ class TestConnections:
             connection.shutdown(socket.SHUT_WR)
             assert received(connection).count(b"HTTP/1.1 200 OK") == 2
 
+    def test_line_ends_before_a_request_are_ignored(self, here: Fronted) -> None:
+        with connected(here.address) as connection:
+            for sent in (b"\r\n" + HEALTH, b"\r\n", HEALTH + b"\r\n", HEALTH):
+                connection.sendall(sent)
+                if sent.strip():
+                    assert b"HTTP/1.1 200 OK" in answer_to_health(connection)
+
+    def test_a_target_with_a_host(self, here: Fronted) -> None:
+        """As a proxy is asked; its host is the one that counts."""
+        for host, status in ((b"127.0.0.1:80", b"200"), (b"evil.example", b"403")):
+            with connected(here.address) as connection:
+                connection.sendall(HEALTH.replace(b" /health", b" HTTP://" + host + b"/health"))
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
+
+    def test_a_body_that_is_not_complete_at_the_end(
+        self, quick: LocalStack, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with contextlib.ExitStack() as running:
+            address = running.enter_context(front(quick.address, model_name="m", grace_s=0.1))
+            with connected(address) as connection:
+                connection.sendall(request()[:-1])
+                time.sleep(0.2)
+                running.close()
+                assert received(connection) == b""
+        assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
     def test_one_that_ends_amid_its_body_does_not(self, here: Fronted) -> None:
         with connected(here.address) as connection:
             connection.sendall(request(model=here.model)[:-1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
+import os
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 
 from specwire import ConfigError, InvalidRequestError, SamplingParams, UnauthenticatedError
 from specwire.cli import main as cli
-from specwire.config.security.bearer import Principal, Tokens, bearer_token, make_token
+from specwire.config.security.bearer import Principal, Tokens, add_line, bearer_token, make_token
 
 
 def tokens_of(tmp_path: Path, *lines: str) -> Tokens:
@@ -78,6 +81,38 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
         tokens.check(old)
     (tmp_path / "tokens").unlink()
     assert tokens.check(new), "what was read last stays in force"
+
+
+def test_a_file_that_may_be_read_only_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came with the mode of another user, which has been corrected since."""
+    (old, old_line), (new, new_line) = make_token("a"), make_token("a")
+    tokens = tokens_of(tmp_path, old_line)
+    tokens_of(tmp_path, new_line).check(new)
+    (tmp_path / "tokens").chmod(0)
+    with monkeypatch.context() as refused:
+
+        def read_bytes(_: Path) -> bytes:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+        refused.setattr(Path, "read_bytes", read_bytes)
+        assert tokens.check(old)
+    (tmp_path / "tokens").chmod(0o600)
+    assert tokens.check(new)
+
+
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(make_token("a")[1])
+    before = path.read_bytes()
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[:9])
+
+    monkeypatch.setattr("builtins.open", lambda *given: Full(*given[:2]))
+    with pytest.raises(ConfigError, match="No space left"):
+        add_line(str(path), make_token("b")[1])
+    assert path.read_bytes() == before
 
 
 DIGEST = "0" * 64

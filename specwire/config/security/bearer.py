@@ -10,6 +10,7 @@ may have the same name, to replace a token: they are one principal.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -125,11 +126,14 @@ def token_line(name: str, token: str, **limits: Any) -> str:
 def add_line(path: str, line: str) -> None:
     """Append a line to a tokens file, or raise ConfigError; a new file is readable by its owner only."""
     try:
-        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b") as file:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b", 0) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
             is_whole = file.read() in (b"", b"\n")  # an editor may have left the last line open
-            file.write(f"{'' if is_whole else chr(10)}{line}\n".encode())
+            added = f"{'' if is_whole else chr(10)}{line}\n".encode()
+            if file.write(added) < len(added):  # a full disk; services refuse a file that ends within a line
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise ConfigError(f"--tokens {path}: cannot be written ({error.strerror})") from None
 

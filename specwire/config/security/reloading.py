@@ -14,7 +14,7 @@ from specwire.errors import ConfigError
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-_Mark = tuple[int, int, int]
+_Mark = tuple[int, int, int, int]
 
 
 class ReloadingFile(Generic[Value]):
@@ -64,7 +64,8 @@ def _mark(path: str) -> _Mark | None:
         state = os.stat(path)
     except OSError:
         return None
-    return state.st_mtime_ns, state.st_size, state.st_ino
+    # The third changes with owner and mode too: a file that could not be read may be readable now.
+    return state.st_size, state.st_ino, state.st_ctime_ns, state.st_mtime_ns
 
 
 def read_file(name: str, path: str) -> bytes:
