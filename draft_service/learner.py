@@ -9,10 +9,12 @@ was drawn from, whatever the weights are afterwards.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draft_service.lessons import Grades, Lesson, Window, Windows
 from specwire import clock
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 CAPACITY = 256
 """Windows that wait to be studied; with those that wait to be studied again, 2 MiB at most."""
 NUM_REPEATS = 3
+_SHAPE = "model_type", "vocab_size", "hidden_size", "num_hidden_layers"
+"""What the config of another model has otherwise."""
 _MEMORY = 0.9
 """Of the average time of a piece."""
 
@@ -162,7 +166,7 @@ def start(config: DraftConfig, service: ModelService) -> Learner | None:
     """Let the service learn, if it is to.
 
     Raises:
-        ConfigError: they cannot be written where they are to be in the end.
+        ConfigError: they cannot be written where they are to be in the end, or would replace another model.
         ModelLoadError: its weights cannot be changed.
     """
     if not config.learn:
@@ -174,6 +178,8 @@ def start(config: DraftConfig, service: ModelService) -> Learner | None:
             raise ConfigError(f"--learn-out {out}: cannot be written")
     from draft_service.student import Student  # transformers takes seconds to import
 
+    if config.learn_out:
+        _check_out(Path(config.learn_out), service.runner.model.config.to_dict())  # type: ignore[attr-defined]
     try:
         student = Student(service.runner.model, config.learn_rate)  # type: ignore[attr-defined]
     except ModelLoadError as error:
@@ -181,6 +187,20 @@ def start(config: DraftConfig, service: ModelService) -> Learner | None:
     learner = Learner(service.engine, student, share=config.learn_share, is_shared=config.learn_shared)
     service.engine.add_spare_work(learner)
     return learner
+
+
+def _check_out(out: Path, ours: Mapping[str, Any]) -> None:
+    """Weights of this model may be there, from a run before; those of another one are not replaced."""
+    try:
+        theirs = json.loads((out / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return
+    if not isinstance(theirs, dict):
+        return
+    for name in _SHAPE:
+        if theirs.get(name, ours.get(name)) != ours.get(name):
+            problem = f"has another model, of {name} {theirs.get(name)!r} and not {ours.get(name)!r}"
+            raise ConfigError(f"--learn-out {out}: {problem}")
 
 
 def close(config: DraftConfig, service: ModelService, learner: Learner | None) -> None:

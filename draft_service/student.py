@@ -8,7 +8,7 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from specwire.rule.transfer import to_device
 WINDOWS_PER_STEP = 4
 """Gradients of so many windows are added up."""
 _WEIGHTS = "*.safetensors*", "*.bin*"
+_OWN_WEIGHTS = "model*.safetensors*", "pytorch_model*.bin*"
+"""As transformers names those that it reads."""
 _LEAST_TEMPERATURE = 0.25
 """Of the loss: its gradient grows as the temperature falls. Greedy requests have 1."""
 
@@ -102,16 +104,18 @@ class Student:
 
     def save(self, directory: Path, source: Path) -> None:
         """Write the served weights as a model, with all else of the directory that it was loaded from. A full
-        disk leaves what was there."""
+        disk leaves what was there, and files of others stay; weights that were read instead do not."""
         _copy(self._served, self._model)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory) as name:
             made = Path(name) / "model"
-            shutil.copytree(source, made, ignore=shutil.ignore_patterns(*_WEIGHTS))
+            shutil.copytree(source, made, ignore=_ignored(directory))
             self._model.to(self._served.dtype).save_pretrained(made)
             new = {path.name for path in made.iterdir()}
             shutil.copytree(made, directory, copy_function=os.replace, dirs_exist_ok=True)
-        for old in (path for pattern in _WEIGHTS for path in directory.glob(pattern) if path.name not in new):
+        for old in (
+            path for pattern in _OWN_WEIGHTS for path in directory.glob(pattern) if path.name not in new
+        ):
             old.unlink()
 
     def _log_probs(self, window: Window, weights: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -129,6 +133,17 @@ class Student:
         logits = output.logits[0, -window.num_labels :].float()
         temperature = max(window.temperature, _LEAST_TEMPERATURE) if window.temperature else 1.0
         return (logits / temperature).log_softmax(dim=-1), tokens[-window.num_labels :]
+
+
+def _ignored(directory: Path) -> Callable[[str, list[str]], set[str]]:
+    """For `copytree`: weights, and the directory that is written to, which may be within the source."""
+    weights = shutil.ignore_patterns(*_WEIGHTS)
+
+    def of(place: str, names: list[str]) -> set[str]:
+        own = {name for name in names if Path(place, name).resolve() == directory.resolve()}
+        return weights(place, names) | own
+
+    return of
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ class ModelService:
             raise InvalidRequestError("timeout_ms", message.timeout_ms, "must be at least 0")
         if self.engine.status().num_sequences >= self.max_sequences:
             raise ResourceExhaustedError(f"{self.max_sequences} sequences are open", _RETRY_AFTER_MS)
-        sequence = self.engine.open(params, message.prompt_len, encoder_len)
+        sequence = self.engine.open(params, message.prompt_len, encoder_len, message.vocab_limit)
         try:
             if params.grammar is not None and self.grammars is not None:
                 sequence.grammar = self.grammars.open(params.grammar)

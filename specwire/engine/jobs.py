@@ -201,6 +201,11 @@ class Job:
         return self.base_len + len(self.token_ids)
 
     @property
+    def num_translated(self) -> int:
+        """Token ids below it may be committed though the model lacks them, since the job translates them."""
+        return 0
+
+    @property
     def pending(self) -> list[int]:
         return self.sequence.tokens[self.sequence.cache.length :]
 

@@ -134,17 +134,25 @@ class Engine:
 
     # --- called from the event loop ---
 
-    def open(self, params: SamplingParams, prompt_len: int, encoder_len: int = 0) -> TokenSequence:
+    def open(
+        self, params: SamplingParams, prompt_len: int, encoder_len: int = 0, vocab_limit: int = 0
+    ) -> TokenSequence:
         """A new, empty sequence; it holds no memory until its first job runs.
 
         Args:
             encoder_len: first tokens, which are the input of an encoder.
+            vocab_limit: of a draft, the target's token ids are below it; biases of those that the draft lacks
+                are left out, since it never proposes them.
 
         Raises:
             InvalidRequestError: for a parameter that names a token outside the vocabulary, or an adapter that
                 the model does not have.
         """
         check_adapter(params.adapter, self._adapters)
+        lacking = {i for i in params.logit_bias if self._vocab_size <= i < vocab_limit}
+        if lacking:
+            known = {i: bias for i, bias in params.logit_bias.items() if i not in lacking}
+            params = replace(params, logit_bias=known)
         for token_id in params.logit_bias:
             check_token_id(f"logit_bias[{token_id}]", token_id, self._vocab_size)
         return self._open(params, prompt_len, encoder_len)
@@ -186,7 +194,8 @@ class Engine:
         Raises:
             SpecwireError: it cannot be run at all.
         """
-        check_job(job, extra_len, context_len=self._context_len, vocab_size=self._vocab_size)
+        vocab_size = max(self._vocab_size, job.num_translated)
+        check_job(job, extra_len, context_len=self._context_len, vocab_size=vocab_size)
         if self._closing:
             raise ServiceUnavailableError("the service is shutting down")
         self.watchdog.check()

@@ -229,6 +229,15 @@ def test_what_it_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
         assert "learns:" not in drafts.show(ClientConfig(server=stack.address), colour=False)
 
 
+def test_another_model_is_not_replaced(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = save(markov_model(num_layers=2), tmp_path / "other")
+    with (
+        pytest.raises(ConfigError, match=f"--learn-out {other}: has another model, of num_hidden_layers 2"),
+        local_stack(*pair, draft_options=LEARN | {"learn_out": str(other)}),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [

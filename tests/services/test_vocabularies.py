@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specwire import ConfigError, Grammar, HandshakeError, ModelLoadError, SamplingParams
+from specwire import ConfigError, Grammar, HandshakeError, ModelLoadError, Rule, SamplingParams
 from specwire.config.services import DraftConfig
 from tests.support import texts, vocabularies
 from tests.support.harness import local_stack
@@ -65,6 +67,37 @@ def test_a_grammar_without_tokens_of_the_draft_costs_its_request_alone(tmp_path:
         assert "allows no token that the draft has" in done.speculation.draft_unavailable
         usual = SamplingParams(max_tokens=12, num_draft_tokens=4, seed=1)
         assert stack.client.generate("The quick", usual).speculation.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"rule": Rule.GUMBEL, "repetition_penalty": 1.3}])
+def test_padding_of_the_target_costs_no_draft(pair: tuple[Path, Path], params: dict[str, Any]) -> None:
+    """Ids that the target has and its tokenizer lacks, in the prompt, the output and the biases."""
+    target, draft = pair
+    options = {"target_tokenizer": str(target)}
+    given = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, **params)
+    biased = replace(given, logit_bias={VOCAB_SIZE - 1: 2.0, 7: -100.0})
+    with local_stack(target, draft, draft_options=options, coordinator_options=CONFIG) as stack:
+        for each in (given, biased):
+            prompt = [5, VOCAB_SIZE - 1, 9, VOCAB_SIZE - 2]
+            plain = stack.client.generate(params=replace(each, draft="off"), prompt_token_ids=prompt)
+            assert any(token_id >= 330 for token_id in plain.token_ids), "it was meant to write some"
+            done = stack.client.generate(params=replace(each, num_draft_tokens=3), prompt_token_ids=prompt)
+            assert done.token_ids == plain.token_ids
+            assert done.speculation.draft_unavailable == ""
+            assert done.speculation.num_draft_tokens > 24
+
+
+def test_a_bias_of_a_token_that_the_draft_lacks_costs_no_draft(tmp_path: Path) -> None:
+    """Of one tokenizer, and padded less."""
+    target, draft = save_target(tmp_path / "target", vocab_size=110), save_target(tmp_path / "draft")
+    for directory in (target, draft):
+        save_tokenizer(vocabularies.letters("abcdefgh"), directory)
+    bias = dict.fromkeys(range(97, 110), -100.0)
+    params = SamplingParams(max_tokens=8, seed=3, num_draft_tokens=3, temperature=0, logit_bias=bias)
+    with local_stack(target, draft) as stack:
+        done = stack.client.generate(params=params, prompt_token_ids=[5])
+        assert done.speculation.draft_unavailable == ""
+        assert done.speculation.num_draft_tokens > 0
 
 
 class TestRefusals:

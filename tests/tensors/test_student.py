@@ -163,6 +163,32 @@ def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, monkeypatch: p
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_files_of_others_stay_and_old_weights_do_not(tmp_path: Path) -> None:
+    with torch.inference_mode(mode=False):
+        source = tiny_models.save(tiny_models.build("llama"), tmp_path / "source")
+    student, out = student_of(runner()), tmp_path / "out"
+    out.mkdir()
+    others = {"data.bin", "train.binary", "embeddings.safetensors"}
+    for name in others | {
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }:
+        (out / name).write_text("mine")
+    student.save(out, source)
+    new = {"config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == new | others
+
+
+def test_it_may_be_saved_within_the_model_that_it_was(tmp_path: Path) -> None:
+    with torch.inference_mode(mode=False):
+        source = tiny_models.save(tiny_models.build("llama"), tmp_path / "source")
+    out = source / "learnt"
+    for _ in range(2):
+        student_of(runner()).save(out, source)
+        assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()} - {"learnt"}
+
+
 def test_packed_weights_are_refused() -> None:
     """They are copies in another order, which no change of the weights reaches."""
     served = runner()
