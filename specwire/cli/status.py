@@ -11,6 +11,7 @@ from specwire.errors import ConfigError, ServiceUnavailableError
 from specwire.rpc import statuses
 from specwire.rpc.channel import open_channel
 from specwire.rpc.connecting import CLIENT, explain
+from specwire.v1.generation_pb2 import ReplicaStatus
 
 SERVING = "SERVING"
 
@@ -44,11 +45,20 @@ def show(settings: ClientConfig) -> str:
         status = client.get_status()
     why = target.why_not_reproducible
     own = target.own_source and f"the target's own {target.own_source}"
+    replicas = {"verify": status.verify_replicas, "draft": status.draft_replicas}
     lines = {
         "target": target.summary,
         "draft": own or status.draft_unavailable or (draft.summary if draft else "none"),
         "generations": f"{status.num_running} running, {status.num_waiting} waiting, "
         f"{status.num_finished} finished",
+        **{f"{role} at {each.address}": _state(each) for role, those in replicas.items() for each in those},
         "reproducible": f"false: {why}" if why else "true, at temperature 0 or under rule gumbel",
     }
     return "\n".join(f"{name}: {value}" for name, value in lines.items())
+
+
+def _state(replica: ReplicaStatus) -> str:
+    """Whether it is used, and how often it was not."""
+    streams = f"{replica.num_streams} streams, {replica.num_other_streams} of other coordinators"
+    state = f"not available: {replica.unavailable}" if replica.unavailable else streams
+    return f"{state}; lost {replica.num_lost} times"

@@ -46,3 +46,7 @@ class ProxyConfig(Link):
         alias="address",
     )
     to: str = option("127.0.0.1:7071", "HOST:PORT of the service behind the proxy", check=split_address)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check(self.to != self.listen, "to", "is --address itself")

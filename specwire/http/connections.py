@@ -38,6 +38,7 @@ _MAX_ACCEPTED = 32
 """Accepted in one turn of the event loop."""
 _QUIET_S = 10.0
 """Between two log records about the same condition."""
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\n"
 _FIRST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
 
 
@@ -175,11 +176,19 @@ class Connection(H11Protocol):
             self._probe(_FIRST_PROBE_S)
 
     def handle_events(self) -> None:
-        """Line ends before a request are ignored (RFC 9112, section 2.2); h11 ignores none."""
+        """Line ends before a request are ignored (RFC 9112, section 2.2); h11 ignores none. HTTP/2 is refused
+        at once: h11 takes its preface for two requests."""
         if self.conn.their_state is h11.IDLE:
             data, _ = self.conn.trailing_data
             self.conn._receive_buffer.maybe_extract_at_most(len(data) - len(data.lstrip(b"\r\n")))
+            if data.lstrip(b"\r\n").startswith(_HTTP2):
+                self.send_400_response("HTTP/2 is not served here.")
+                return
         super().handle_events()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer of another protocol, which a server may ignore (RFC 9110, section 7.8). uvicorn logs two
+        warnings, and advises to install what would not be used."""
 
     def on_response_complete(self) -> None:
         """A response is complete; the next request may have arrived already, or uvicorn waits for it."""

@@ -43,6 +43,10 @@ def explain(text: str, server: str, settings: SettingNames) -> str:
     if text.endswith("Socket closed"):
         expected = f"it may expect TLS ({settings.ca}), or a certificate of this end ({settings.cert})"
         return f"{server} closes the connection; {expected}"
+    if "http1.x" in text:
+        return f"{server} speaks HTTP/1.1, and not gRPC"
+    if "ping timeout" in text:
+        return f"nothing serves at {server} (it accepts connections, and does not answer)"
     return f"nothing serves at {server} ({_last(text)})"
 
 

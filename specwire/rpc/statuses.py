@@ -70,7 +70,8 @@ def from_rpc_error(error: grpc.RpcError) -> SpecwireError:
     kind = _BY_STATUS.get(error.code(), errors.InternalError)
     if kind is errors.DeadlineExceededError and _DEADLINE_OF_GRPC in (error.details() or ""):
         return kind("the deadline passed")  # in the words of the service that may see it first
-    return kind(f"{error.code().name}: {error.details()}")
+    other = "; another service serves there" if error.code() is grpc.StatusCode.UNIMPLEMENTED else ""
+    return kind(f"{error.code().name}: {error.details()}{other}")
 
 
 def was_reported(error: grpc.RpcError) -> bool:

@@ -338,6 +338,21 @@ class TestConnections:
                 if sent.strip():
                     assert b"HTTP/1.1 200 OK" in answer_to_health(connection)
 
+    def test_http_2_is_refused_once(self, here: Fronted) -> None:
+        with connected(here.address) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+            answer = received(connection)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+    def test_an_offer_of_another_protocol_is_ignored(
+        self, here: Fronted, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with connected(here.address) as connection:
+            connection.sendall(HEALTH[:-2] + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+            assert answer_to_health(connection).startswith(b"HTTP/1.1 200 ")
+        assert "upgrade" not in caplog.text
+
     def test_a_target_with_a_host(self, here: Fronted) -> None:
         """As a proxy is asked; its host is the one that counts."""
         for host, status in ((b"127.0.0.1:80", b"200"), (b"evil.example", b"403")):
