@@ -84,6 +84,8 @@ class ModelService:
             yield sequence
         finally:
             self.engine.close_sequence(sequence)
+            if params.grammar is not None and self.grammars is not None and sequence.grammar is not None:
+                self.grammars.close_stream(params.grammar)
 
     def _checked_prompt(self, prompt_len: int) -> int:
         """How many tokens of the prompt are the input of an encoder: none without one."""

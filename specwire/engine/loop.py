@@ -510,4 +510,5 @@ class Engine:
         self._queues.remove(done)
         for job in done:
             if job.following is not None and not job.sequence.closed:
+                job.sequence.answered_ns = finished_ns  # it is running: prompts must not delay it
                 self._begin(job.following, background=True)

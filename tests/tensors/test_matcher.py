@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 import xgrammar
 
 from specwire.engine.grammars import helper
+from specwire.engine.grammars.compiler import Grammars
 from specwire.engine.grammars.matcher import GrammarMatcher
 from specwire.errors import InvalidRequestError
+from specwire.text.grammar import Grammar
 from tests.support.languages import END_ID, REGEX, TEXTS, allowed
 
 
@@ -43,3 +46,22 @@ def test_what_no_token_can_follow(matcher: GrammarMatcher) -> None:
     assert [bool(mask.any()) for mask in matcher.fill([], [1, 3], ())] == [True, True, False]
     with pytest.raises(InvalidRequestError, match="does not match the grammar"):
         matcher.fill([1, 3], (), ())
+
+
+def test_what_is_kept_counts_with_its_automata_and_what_nobody_waits_for_is_not_compiled() -> None:
+    """Strings of limited length are automata, which `memory_size_bytes` leaves out."""
+    texts = [bytes([i]) for i in range(1, 256)] + [None]
+    grammars = Grammars(helper.GrammarVocabulary(texts, len(texts), (255,)))
+    limited = {f"p{i}": {"type": "string", "maxLength": 2000} for i in range(30)}
+    large, waiting = (
+        Grammar(json_schema={"type": "object", "properties": limited, "required": list(limited)}),
+        Grammar(regex="ab"),
+    )
+    with closing(grammars):
+        matcher, other = grammars.open(large), grammars.open(waiting)
+        grammars.close_stream(waiting)
+        assert other.compiled.cancelled()
+        compiled = matcher.compiled.result()
+        assert grammars._sizes[large] > 4 * compiled.memory_size_bytes
+        grammars.close_stream(large)
+        assert grammars.open(large).compiled is matcher.compiled, "it is kept for others"

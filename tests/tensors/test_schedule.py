@@ -32,6 +32,7 @@ class CountingEngine:
     def __init__(self, num_pages: int = 256) -> None:
         runner = EmulatedRunner(EmulatedModel(step_ms=1.0), num_pages=num_pages, page_size=16)
         self.steps: list[list[int]] = []
+        self.goes_on: TokenSequence | None = None
         self.engine = Engine(
             runner,
             LogitsDecider(self.consume),
@@ -53,6 +54,8 @@ class CountingEngine:
     def consume(self, jobs: list[Job], logits: Tensor) -> None:
         for job in jobs:
             job.result = True
+            if job.sequence is self.goes_on:
+                job.following = VerifyJob(job.sequence, job.committed_len, [3], goes_on=True)
 
     def close(self) -> None:
         self.engine.close()
@@ -81,6 +84,20 @@ def test_running_streams_do_not_wait_for_a_long_prompt(counting: CountingEngine)
     assert max(chunks) <= MAX_PREFILL_TOKENS, "whether the reader is in the step, or will be back in a moment"
     rounds = [step for step in counting.steps if min(step) <= 3]
     assert len(rounds) >= len(chunks) // 3, "the reader gets on meanwhile"
+
+
+def test_nor_do_streams_that_go_on_by_themselves(counting: CountingEngine) -> None:
+    engine = counting.engine
+    reader, prompt = engine.open(PARAMS, 5), engine.open(PARAMS, 1000)
+    counting.goes_on = reader
+
+    async def both() -> None:
+        await result_of(engine, VerifyJob(reader, 0, [1] * 5))
+        await result_of(engine, VerifyJob(prompt, 0, [2] * 1000))
+        counting.goes_on = None
+
+    counting.thread.run(both())
+    assert max(map(max, counting.steps)) <= MAX_PREFILL_TOKENS
 
 
 def test_a_prompt_without_company_takes_whole_steps(counting: CountingEngine) -> None:

@@ -7,7 +7,7 @@ import os
 import pickle
 import select
 import subprocess
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -51,6 +51,8 @@ class Grammars:
         self._vocabulary = known
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._kept: OrderedDict[Grammar, Future[Any]] = OrderedDict()
+        self._sizes: dict[Grammar, int] = {}
+        self._num_open: Counter[Grammar] = Counter()
         self._helper: subprocess.Popen[bytes] | None = None
         self._info: Any = None
 
@@ -61,7 +63,18 @@ class Grammars:
             ResourceExhaustedError: too many grammars wait to be compiled.
         """
         known = self._vocabulary
-        return GrammarMatcher(self._compiled(grammar), known.vocab_size, known.texts)
+        matcher = GrammarMatcher(self._compiled(grammar), known.vocab_size, known.texts)
+        self._num_open[grammar] += 1
+        return matcher
+
+    def close_stream(self, grammar: Grammar) -> None:
+        """A stream that it was opened for ends: without any, a grammar that waits is not compiled."""
+        self._num_open[grammar] -= 1
+        if not self._num_open[grammar]:
+            del self._num_open[grammar]
+            waiting = self._kept.get(grammar)
+            if waiting is not None and not waiting.done() and waiting.cancel():
+                del self._kept[grammar]
 
     def _compiled(self, grammar: Grammar) -> Future[Any]:
         found = self._kept.get(grammar)
@@ -75,16 +88,14 @@ class Grammars:
 
     def _forget(self) -> None:
         """Drop the grammars that were used longest ago, while all together are too large."""
-        sizes = {
-            grammar: future.result().memory_size_bytes if not future.exception() else 0
-            for grammar, future in self._kept.items()
-            if future.done()
-        }
+        done = [grammar for grammar, future in self._kept.items() if future.done()]
+        sizes = {grammar: self._sizes.get(grammar, 0) for grammar in done}
         total = sum(sizes.values())
         for grammar, size in sizes.items():
             if total <= _MAX_KEPT_BYTES and len(self._kept) <= _MAX_KEPT:
                 return
             del self._kept[grammar]
+            self._sizes.pop(grammar, None)
             total -= size
 
     def close(self) -> None:
@@ -106,6 +117,8 @@ class Grammars:
         reply = self._ask(kind, value)
         if reply.problem:
             raise InvalidRequestError(f"grammar.{kind}", value, reply.problem)
+        # `memory_size_bytes` leaves out the automata of rules, up to 30 times as much.
+        self._sizes[grammar] = len(reply.compiled)
         return xgrammar.CompiledGrammar.deserialize_json(reply.compiled, self._info)
 
     def _ask(self, kind: str, value: Any) -> Reply:
