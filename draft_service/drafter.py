@@ -108,11 +108,6 @@ class DraftJob(Job):
         return token_ids if self.committed is None else self.committed.shared.to_draft(token_ids)
 
     @property
-    def num_translated(self) -> int:
-        """The target may have more tokens than its tokenizer: padding, which is translated to nothing."""
-        return self.vocab_limit if self.committed is not None else 0
-
-    @property
     def num_ranked(self) -> int:
         """Likeliest tokens that it needs of each row."""
         return self.num_candidates + 1 if self.num_candidates else 0

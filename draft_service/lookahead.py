@@ -319,6 +319,8 @@ class Lookahead:
     ) -> DraftJob:
         """Drafts a tree, or a chain or several if its depth is 0; other arguments as of `DraftJob`."""
         fields |= {"vocab_limit": self.vocab_limit, "committed": committed}
+        if committed is not None:  # the target may have more tokens than its tokenizer: padding
+            fields["num_translated"] = self.vocab_limit
         kind: type[DraftJob] = DraftJob
         num_wanted = fields["num_draft_tokens"]
         # What a token of text is worth is known where nothing changes the logits of single tokens.

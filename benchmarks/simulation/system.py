@@ -23,7 +23,7 @@ from coordinator.servicer import GenerationServicer
 from draft_service.drafter import DraftDecider
 from draft_service.servicer import DraftServicer
 from specwire.config.services import CoordinatorConfig, DraftConfig
-from specwire.core import MAX_NUM_OUTCOMES, ModelInfo
+from specwire.core import MAX_AT_ONCE, MAX_NUM_OUTCOMES, ModelInfo
 from specwire.engine.boot import ModelService
 from specwire.engine.device import Decider
 from specwire.engine.emulated import EmulatedModel
@@ -150,7 +150,7 @@ class Coordinator:
             num_outcomes=setting.num_outcomes,
             max_depth=setting.max_depth,
             speculative_config=setting.speculative_config,
-            max_running=_UNLIMITED,
+            max_running=MAX_AT_ONCE,
         )
         target = verify.info
         verify_pool = VerifyPool("")

@@ -168,6 +168,8 @@ class Job:
         result: set by the service's decider once it has seen enough logits.
         following: a background job that begins when this one has its result; set along with it.
         tag: what its caller knows it by.
+        num_translated: token ids below it may be committed though the model lacks them, since the job
+            translates them.
     """
 
     sequence: TokenSequence
@@ -188,6 +190,7 @@ class Job:
     result: Any = None
     following: Job | None = None
     tag: Any = None
+    num_translated: int = 0
 
     def start(self) -> None:
         """Called once on the engine thread: roll the sequence back and commit."""
@@ -199,11 +202,6 @@ class Job:
     def committed_len(self) -> int:
         """Length of the sequence without drafts."""
         return self.base_len + len(self.token_ids)
-
-    @property
-    def num_translated(self) -> int:
-        """Token ids below it may be committed though the model lacks them, since the job translates them."""
-        return 0
 
     @property
     def pending(self) -> list[int]:
