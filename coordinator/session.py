@@ -12,7 +12,7 @@ from coordinator.generation import Drafter, Round
 from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.tally import Tally
-from coordinator.text import TextAssembler
+from coordinator.text import NUM_AT_ONCE, TextAssembler
 from specwire.completion import Completion, DraftTree, FinishReason, Usage
 from specwire.core import Fate, Rule
 from specwire.errors import InvalidRequestError
@@ -20,8 +20,6 @@ from specwire.rpc.wire import client as client_wire
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
 
-_NUM_AT_ONCE = 256
-"""Tokens that are replayed at a time, for a few milliseconds: then others have their turn."""
 _Item = dict[str, Any]
 """A token without its text, see `OpenChunk.item`."""
 
@@ -113,7 +111,7 @@ class Session:
         token_ids: Sequence[int] = self.request.generated_token_ids
         num_released = 0
         for i, token_id in enumerate(token_ids):
-            if i % _NUM_AT_ONCE == _NUM_AT_ONCE - 1:
+            if i % NUM_AT_ONCE == NUM_AT_ONCE - 1:
                 await asyncio.sleep(0)
             if self.ended:
                 name = f"generated_token_ids[{i}]"

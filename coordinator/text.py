@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 from specwire.text.tokenizer import Tokenizer
 
+NUM_AT_ONCE = 256
+"""Tokens of a whole text that are decoded in a few milliseconds; then others have their turn."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # An incomplete character has at most this many bytes, and decoders write at most one U+FFFD for each byte.
 _MAX_INCOMPLETE = 3

@@ -13,16 +13,13 @@ from coordinator.ledger import Ledger
 from coordinator.requests import GenerationRequest
 from coordinator.session import completed
 from coordinator.tally import Tally
-from coordinator.text import TextAssembler
+from coordinator.text import NUM_AT_ONCE, TextAssembler
 from specwire.completion import Completion, FinishReason, Hypothesis
 from specwire.core import Fate
 from specwire.rpc.wire import client as client_wire
 from specwire.rule.beam_search import Scored
 from specwire.text.tokenizer import Tokenizer
 from specwire.v1 import generation_pb2
-
-_NUM_AT_ONCE = 256
-"""Tokens that become text at a time, for a few milliseconds: then others have their turn."""
 
 
 @dataclass(kw_only=True)
@@ -107,8 +104,8 @@ class BeamAnswer:
         assembler = TextAssembler[None](self.tokenizer, before, (), skip_special_tokens=skips)
         ends = self.request.end_ids
         released: list[tuple[None, str]] = []
-        for start in range(0, len(token_ids), _NUM_AT_ONCE):
+        for start in range(0, len(token_ids), NUM_AT_ONCE):
             await asyncio.sleep(0)
-            for token_id in token_ids[start : start + _NUM_AT_ONCE]:
+            for token_id in token_ids[start : start + NUM_AT_ONCE]:
                 released += assembler.add(token_id, None, silent=token_id in ends)
         return [text for _, text in released + assembler.finish()]

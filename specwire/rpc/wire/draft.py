@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specwire.core import MAX_NUM_DRAFT_TOKENS, MAX_NUM_OUTCOMES, Preparation, Proposal, Timings
+from specwire.core import (
+    MAX_NUM_DRAFT_TOKENS,
+    MAX_NUM_OUTCOMES,
+    Preparation,
+    Proposal,
+    Timings,
+    check_token_ids,
+)
 from specwire.errors import InvalidRequestError
 from specwire.rpc.wire import columns, proposals
 from specwire.v1 import common_pb2, draft_pb2
@@ -217,7 +224,9 @@ def prepared_from_proto(
     """The prepared proposals of a message; see `answers_from_proto`."""
     num = len(message.sequence_ids)
     sequence_ids, base_lens, *others, traceparents = columns.read(message, num, _PREPARED, _USUAL)
-    paths = proposals.paths_of(message, num, vocab_size)
+    path_lens, token_ids = columns.read_lists(message, num, "path_lens", "path_token_ids", "<u4")
+    check_token_ids("path_token_ids", token_ids, vocab_size)
+    paths = columns.split(token_ids.tolist(), path_lens)
     for base_len, path in zip(base_lens, paths, strict=True):
         proposals.check_path(base_len, path)
     found = proposals.from_proto(message.proposals, base_lens, vocab_size, source)

@@ -17,7 +17,7 @@ from specwire.errors import InvalidRequestError
 from specwire.proposals import chains, tree
 from specwire.rpc.wire import columns
 from specwire.support import NO_SUPPORT, FloatArray, IntArray, Support, certain
-from specwire.v1 import common_pb2, draft_pb2, verify_pb2
+from specwire.v1 import common_pb2
 
 NO_ID = 2**32 - 1
 """Padding of a support."""
@@ -247,15 +247,6 @@ def _merged(proposal: Proposal, num_chains: int) -> Proposal:
         ):
             raise InvalidRequestError("support_probs", num_chains, "differ after the same tokens")
     return found
-
-
-def paths_of(
-    message: draft_pb2.PreparedProposals | verify_pb2.AheadProposals, num: int, vocab_size: int
-) -> list[Sequence[int]]:
-    """The path of each proposal: the tokens between its `base_lens` and it."""
-    path_lens, token_ids = columns.read_lists(message, num, "path_lens", "path_token_ids", "<u4")
-    check_token_ids("path_token_ids", token_ids, vocab_size)
-    return columns.split(token_ids.tolist(), path_lens)
 
 
 def num_bytes(path: Sequence[int], proposal: Proposal, support_len: int) -> int:
